@@ -1,0 +1,1 @@
+"""The layer: arguments, module, decode state, statistics."""

@@ -1,0 +1,1 @@
+"""Operations: argument checks, the write-read op, decode and product-key top-k."""

@@ -1,0 +1,1 @@
+"""Planners: pure functions from shapes, dtypes and a device model to launches."""

@@ -1,0 +1,1 @@
+"""Compile, cache and launch: sources, NVRTC through CuPy, prepared launches, DLPack."""

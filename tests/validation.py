@@ -1,0 +1,207 @@
+"""Records of test runs on real GPUs: ``docs/validation/<gpu>.json``.
+
+A record says which sources a green run on a GPU covered. ``check`` tells whether the sources of this tree are still those.
+
+    python tests/validation.py fingerprint
+    python -m pytest -o junit_suite_name="$(python tests/validation.py fingerprint)" --junitxml=run.xml
+    python tests/validation.py write --junit run.xml --figures bench.json
+    python tests/validation.py check
+
+The test run carries the fingerprint as its suite name, so ``write`` refuses the report of another tree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import importlib.metadata
+import json
+import platform
+import re
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE_FOLDERS = ("kernels_cu", "sdm_rt")
+SOURCE_SUFFIXES = (".py", ".cu", ".cuh")
+PACKAGES = ("sdm_rt", "torch", "numpy", "cupy-cuda12x", "cupy-cuda13x", "cuda-bindings", "pytest")
+REQUIRED_KEYS = ("gpu", "compute_capability", "date", "fingerprint", "versions", "tests", "figures")
+
+
+class ValidationError(ValueError):
+    """A record that cannot be written or read; the message says why."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Outcomes of a pytest run."""
+
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    gpu_passed: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(
+            self.passed + other.passed,
+            self.failed + other.failed,
+            self.skipped + other.skipped,
+            self.gpu_passed + other.gpu_passed,
+        )
+
+
+def fingerprint(root: Path = ROOT) -> str:
+    """SHA-256 over the relative paths and contents of the sources, in the order of the paths."""
+    digest = hashlib.sha256()
+    files = [
+        path
+        for folder in SOURCE_FOLDERS
+        for path in (root / folder).rglob("*")
+        if path.suffix in SOURCE_SUFFIXES and path.is_file()
+    ]
+    for path in sorted(files, key=lambda path: path.relative_to(root).as_posix()):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(root).as_posix()}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def read_junit(report: Path, expected_fingerprint: str) -> Counts:
+    """Count the outcomes of a JUnit report whose suite is named by ``expected_fingerprint``."""
+    counts = Counts()
+    for suite in ElementTree.parse(report).getroot().iter("testsuite"):
+        if suite.get("name") != expected_fingerprint:
+            raise ValidationError(
+                f"{report}: the run was of another tree (suite {suite.get('name')!r}, "
+                f"sources {expected_fingerprint!r})"
+            )
+        for case in suite.iter("testcase"):
+            if case.find("failure") is not None or case.find("error") is not None:
+                counts += Counts(failed=1)
+            elif case.find("skipped") is not None:
+                counts += Counts(skipped=1)
+            else:
+                on_gpu = case.get("classname", "").startswith("tests.gpu.")
+                counts += Counts(passed=1, gpu_passed=int(on_gpu))
+    return counts
+
+
+def record(
+    counts: Counts, gpu: str, capability: str, versions: dict[str, str], figures: Any, sources: str
+) -> dict[str, Any]:
+    """Return the record of a green run; a run that is not green, or ran nothing on the GPU, is refused."""
+    if counts.failed:
+        raise ValidationError(f"{counts.failed} tests failed: only a green run is recorded")
+    if not counts.gpu_passed:
+        raise ValidationError("no test of tests/gpu passed: the run validates no GPU")
+    return {
+        "gpu": gpu,
+        "compute_capability": capability,
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "fingerprint": sources,
+        "versions": versions,
+        "tests": {"passed": counts.passed, "passed_on_gpu": counts.gpu_passed, "skipped": counts.skipped},
+        "figures": figures,
+    }
+
+
+def record_name(gpu: str) -> str:
+    """File name of a GPU's record: ``NVIDIA H200`` gives ``h200.json``."""
+    words = [word for word in re.split(r"[^a-z0-9]+", gpu.lower()) if word not in ("", "nvidia", "geforce")]
+    return "_".join(words) + ".json"
+
+
+def check(root: Path = ROOT) -> tuple[list[str], bool]:
+    """Return one line for each record of ``root``, and whether every record could be read."""
+    lines, readable = [], True
+    current = fingerprint(root)
+    for path in sorted((root / "docs" / "validation").glob("*.json")):
+        name = path.relative_to(root).as_posix()
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            missing = [key for key in REQUIRED_KEYS if key not in content]
+            if missing:
+                raise ValidationError(f"lacks {', '.join(missing)}")
+        except (ValueError, TypeError) as error:
+            lines.append(f"{name}: cannot be read: {error}")
+            readable = False
+            continue
+        ran = f"{content['gpu']}, {content['date']}, {content['tests']['passed']} tests passed"
+        verdict = "matches" if content["fingerprint"] == current else "differs from"
+        lines.append(f"{name}: {verdict} the tree ({ran})")
+    return lines or ["docs/validation: no record yet"], readable
+
+
+def _installed_versions() -> dict[str, str]:
+    import cupy
+    import torch
+
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    versions["torch_cuda"] = str(torch.version.cuda)
+    versions["nvrtc"] = ".".join(str(part) for part in cupy.cuda.nvrtc.getVersion())
+    versions["driver_cuda"] = str(cupy.cuda.runtime.driverGetVersion())
+    return versions
+
+
+def _write(arguments: argparse.Namespace) -> None:
+    import torch
+
+    sources = fingerprint()
+    counts = sum((read_junit(report, sources) for report in arguments.junit), Counts())
+    if not torch.cuda.is_available():
+        raise ValidationError("torch sees no GPU here: write the record on the machine of the run")
+    properties = torch.cuda.get_device_properties(0)
+    figures = json.loads(arguments.figures.read_text(encoding="utf-8")) if arguments.figures else {}
+    content = record(
+        counts,
+        properties.name,
+        f"{properties.major}.{properties.minor}",
+        _installed_versions(),
+        figures,
+        sources,
+    )
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    path = arguments.folder / record_name(properties.name)
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    print(path)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Records of test runs on real GPUs.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("fingerprint", help="print the fingerprint of the sources")
+    commands.add_parser("check", help="say which records still match the sources")
+    write = commands.add_parser("write", help="record a green run, on the machine of the run")
+    write.add_argument("--junit", type=Path, nargs="+", required=True, help="JUnit reports of the run")
+    write.add_argument("--figures", type=Path, help="JSON file of measured figures")
+    write.add_argument(
+        "--folder", type=Path, default=ROOT / "docs" / "validation", help="where it is written"
+    )
+    arguments = parser.parse_args(argv)
+    if arguments.command == "fingerprint":
+        print(fingerprint())
+        return 0
+    if arguments.command == "check":
+        lines, readable = check()
+        print("\n".join(lines))
+        return 0 if readable else 1
+    try:
+        _write(arguments)
+    except ValidationError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -11,6 +11,9 @@ from sdm_rt.errors import (
     UntestedHardwareWarning,
 )
 
+from sdm_rt.ops.counters import last_dispatch, repeated_write_slots, reset_dispatch
+from sdm_rt.ops.write_read import sdm_write_read
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -19,4 +22,8 @@ __all__ = [
     "NotPrecompiledError",
     "UnsupportedConfigurationError",
     "UntestedHardwareWarning",
+    "last_dispatch",
+    "repeated_write_slots",
+    "reset_dispatch",
+    "sdm_write_read",
 ]

@@ -1,0 +1,364 @@
+"""Argument checks of the ops: every refusal happens here, before any work and with nothing changed.
+
+Checks that read shapes, dtypes and strides alone run on every device. Checks that read values (lengths,
+indices) run on the CPU, and on the GPU only where the caller or ``SDM_RT_CHECK=1`` asks for them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "BANK_DTYPES",
+    "MAX_COLUMNS",
+    "MAX_ENTRIES",
+    "SNAPSHOT_MODES",
+    "StreamShape",
+    "check_bank",
+    "check_choice",
+    "check_index_range",
+    "check_int",
+    "check_one_device",
+    "check_stream_lengths",
+    "check_stream_offsets",
+    "check_streams_disjoint",
+    "check_token_tensors",
+    "flatten_tokens",
+    "resolve_streams",
+]
+
+BANK_DTYPES: tuple[torch.dtype, ...] = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+INDEX_DTYPES: tuple[torch.dtype, ...] = (torch.int32, torch.int64)
+SNAPSHOT_MODES: tuple[str, ...] = ("none", "bf16", "fp8", "int4")
+SCHEDULES: tuple[str, ...] = ("stepwise", "persistent")
+MAX_ENTRIES = 256
+MAX_COLUMNS = 16384
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype_names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(_dtype_name(dtype) for dtype in dtypes[:-1]) + f" or {_dtype_name(dtypes[-1])}"
+
+
+def check_int(name: str, value: Any, low: int, high: int | None) -> int:
+    """Return ``value`` where it is an int of [low, high]; TypeError or ValueError naming the argument."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+    if value < low or (high is not None and value > high):
+        wanted = f"at least {low}" if high is None else f"in {low}..{high}"
+        raise ValueError(f"{name}: expected a value {wanted}, got {value}")
+    return value
+
+
+def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
+    """Return ``value`` where it is one of ``choices``; ValueError naming the argument otherwise."""
+    if value not in choices:
+        raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
+    return str(value)
+
+
+def check_one_device(tensors: dict[str, Tensor]) -> torch.device:
+    """Return the one device of all ``tensors``; ValueError naming the two that differ."""
+    (first_name, first), *rest = tensors.items()
+    for name, tensor in rest:
+        if tensor.device != first.device:
+            raise ValueError(
+                f"{name}: expected a tensor on the device of {first_name}, {first.device}, got {tensor.device}"
+            )
+    return first.device
+
+
+def _elements_overlap(memory: Tensor) -> bool:
+    """Whether two elements of a 2-D tensor share an address: i*a + j*b = i'*a + j'*b for (i, j) != (i', j')."""
+    (rows, columns), (a, b) = memory.shape, memory.stride()
+    if rows == 0 or columns == 0:
+        return False
+    if (rows > 1 and a == 0) or (columns > 1 and b == 0):
+        return True
+    if rows == 1 or columns == 1:
+        return False
+    divisor = gcd(a, b)
+    return rows > b // divisor and columns > a // divisor
+
+
+def check_bank(memory: Any) -> None:
+    """Check rank, dtype, width and layout of a bank [rows, D].
+
+    Raises
+    ------
+    TypeError
+        Not a tensor, or a dtype that no bank has.
+    ValueError
+        Wrong rank, D outside 1..16384, or a view whose elements overlap.
+    """
+    if not isinstance(memory, Tensor):
+        raise TypeError(f"memory: expected a torch.Tensor, got {type(memory).__name__}")
+    if memory.dtype not in BANK_DTYPES:
+        raise TypeError(
+            f"memory: expected dtype {_dtype_names(BANK_DTYPES)}, got {_dtype_name(memory.dtype)}"
+        )
+    if memory.dim() != 2:
+        raise ValueError(f"memory: expected shape [slots, head_dim], got {list(memory.shape)}")
+    if not 1 <= memory.shape[1] <= MAX_COLUMNS:
+        raise ValueError(f"memory: expected head_dim in 1..{MAX_COLUMNS}, got {memory.shape[1]}")
+    if _elements_overlap(memory):
+        raise ValueError(
+            f"memory: expected a bank without overlapping elements, got shape {list(memory.shape)} with "
+            f"strides {list(memory.stride())}; clone() it first"
+        )
+
+
+def check_token_tensors(
+    memory: Tensor, tokens: dict[str, Tensor], leading: tuple[int, ...], leading_names: str
+) -> tuple[int, int]:
+    """Check dtypes and shapes of the per-token tensors of a call.
+
+    Parameters
+    ----------
+    memory : Tensor
+        The bank [rows, D], already checked.
+    tokens : dict of Tensor
+        ``k_idx, k_val, v, beta, g, q_idx, q_val``; the last dimensions are W, W, D, 1, 1 or W, R, R.
+    leading : tuple of int
+        What all dimensions before the last must be.
+    leading_names : str
+        The leading dimensions in words, for messages: ``"P, T"``.
+
+    Returns
+    -------
+    tuple of int
+        (W, R).
+    """
+    for name in ("k_idx", "q_idx"):
+        if tokens[name].dtype not in INDEX_DTYPES:
+            raise TypeError(
+                f"{name}: expected dtype {_dtype_names(INDEX_DTYPES)}, got {_dtype_name(tokens[name].dtype)}"
+            )
+    for name in ("k_val", "v", "beta", "g", "q_val"):
+        if not tokens[name].dtype.is_floating_point:
+            raise TypeError(f"{name}: expected a floating-point dtype, got {_dtype_name(tokens[name].dtype)}")
+    writes, reads = tokens["k_idx"].shape[-1], tokens["q_idx"].shape[-1]
+    for name, count in (("k_idx", writes), ("q_idx", reads)):
+        if not 1 <= count <= MAX_ENTRIES:
+            raise ValueError(f"{name}: expected 1..{MAX_ENTRIES} slots a token, got {count}")
+    widths = {"k_idx": (writes, "W"), "k_val": (writes, "W"), "v": (memory.shape[1], "D"), "beta": (1, "1")}
+    widths |= {"q_idx": (reads, "R"), "q_val": (reads, "R")}
+    for name, (width, symbol) in widths.items():
+        if tuple(tokens[name].shape) != (*leading, width):
+            raise ValueError(
+                f"{name}: expected shape [{leading_names}, {symbol}] = {[*leading, width]}, "
+                f"got {list(tokens[name].shape)}"
+            )
+    gate = tuple(tokens["g"].shape)
+    if gate not in ((*leading, 1), (*leading, writes)):
+        raise ValueError(
+            f"g: expected shape [{leading_names}, 1] or [{leading_names}, W] = {[*leading, 1]} or "
+            f"{[*leading, writes]}, got {list(gate)}"
+        )
+    return writes, reads
+
+
+@dataclass(frozen=True)
+class StreamShape:
+    """How the tokens of a call are laid out, from shapes alone.
+
+    Parameters
+    ----------
+    streams : int
+        P.
+    tokens : int
+        T of the padded layout [P, T, *]; for the packed layout the number of all rows.
+    slots : int
+        S of a stream; for a shared bank, all rows.
+    rows : int
+        Rows of the flat token tensors [rows, *].
+    packed : bool
+        Whether streams lie one after another, as ``cu_seqlens`` says.
+    shared_bank : bool
+        Whether all streams use one bank of S rows.
+    """
+
+    streams: int
+    tokens: int
+    slots: int
+    rows: int
+    packed: bool
+    shared_bank: bool
+
+    @property
+    def leading(self) -> tuple[int, ...]:
+        """Dimensions before the last of a flat token tensor."""
+        return (self.rows,)
+
+    def first_slot(self, stream: int) -> int:
+        """Return the first bank row that ``stream`` owns."""
+        return 0 if self.shared_bank else stream * self.slots
+
+
+def resolve_streams(
+    memory: Tensor,
+    k_idx: Tensor,
+    num_memory_slots: int,
+    num_parallel: int,
+    shared_bank: bool,
+    lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> StreamShape:
+    """Find P, T and S of a call from its shapes; ValueError naming what does not fit."""
+    check_int("num_memory_slots", num_memory_slots, 0, None)
+    check_int("num_parallel", num_parallel, 0, None)
+    streams = num_parallel
+    if shared_bank and num_memory_slots not in (0, memory.shape[0]):
+        raise ValueError(
+            f"num_memory_slots: expected 0 (one bank for all streams) with shared_bank=True, got {num_memory_slots}"
+        )
+    if num_memory_slots == 0 and streams > 1 and not shared_bank:
+        raise ValueError(
+            f"num_memory_slots: 0 means one bank for all {streams} streams, which needs shared_bank=True (you "
+            f"promise that rows written by one stream are touched by no other); expected the slots of a stream"
+        )
+    one_bank = shared_bank or num_memory_slots == 0
+    if not one_bank and memory.shape[0] != streams * num_memory_slots:
+        raise ValueError(
+            f"memory: expected num_parallel * num_memory_slots = {streams} * {num_memory_slots} = "
+            f"{streams * num_memory_slots} rows, got {memory.shape[0]}"
+        )
+    slots = memory.shape[0] if one_bank else num_memory_slots
+    if lengths is not None and cu_seqlens is not None:
+        raise ValueError(
+            "lengths: expected either lengths (padded inputs) or cu_seqlens (packed inputs), got both"
+        )
+    for name, vector, count, symbol in (
+        ("lengths", lengths, streams, "num_parallel"),
+        ("cu_seqlens", cu_seqlens, streams + 1, "num_parallel + 1"),
+    ):
+        if vector is None:
+            continue
+        if not isinstance(vector, Tensor) or vector.dtype not in INDEX_DTYPES:
+            got = _dtype_name(vector.dtype) if isinstance(vector, Tensor) else type(vector).__name__
+            raise TypeError(f"{name}: expected a tensor of dtype {_dtype_names(INDEX_DTYPES)}, got {got}")
+        if tuple(vector.shape) != (count,):
+            raise ValueError(f"{name}: expected shape [{symbol}] = [{count}], got {list(vector.shape)}")
+    if cu_seqlens is not None:
+        if k_idx.dim() != 2:
+            raise ValueError(f"k_idx: expected shape [sum T, W] with cu_seqlens, got {list(k_idx.shape)}")
+        return StreamShape(streams, k_idx.shape[0], slots, k_idx.shape[0], True, one_bank)
+    if k_idx.dim() == 3:
+        if k_idx.shape[0] != streams:
+            raise ValueError(
+                f"k_idx: expected num_parallel = {streams} streams in shape [P, T, W], got {list(k_idx.shape)}"
+            )
+        tokens = k_idx.shape[1]
+    elif k_idx.dim() == 2:
+        if (streams == 0 and k_idx.shape[0]) or (streams and k_idx.shape[0] % streams):
+            raise ValueError(
+                f"k_idx: expected a multiple of num_parallel = {streams} rows in shape [P*T, W], got "
+                f"{list(k_idx.shape)}"
+            )
+        tokens = k_idx.shape[0] // streams if streams else 0
+    else:
+        raise ValueError(f"k_idx: expected shape [P, T, W] or [P*T, W], got {list(k_idx.shape)}")
+    return StreamShape(streams, tokens, slots, streams * tokens, False, one_bank)
+
+
+def flatten_tokens(tokens: dict[str, Tensor], shape: StreamShape) -> dict[str, Tensor]:
+    """Return the token tensors as [rows, *] (views where the layout allows), leading dimensions checked."""
+    flat = {}
+    for name, tensor in tokens.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+        if not shape.packed and tensor.dim() == 3:
+            if tuple(tensor.shape[:2]) != (shape.streams, shape.tokens):
+                raise ValueError(
+                    f"{name}: expected shape [P, T, *] = [{shape.streams}, {shape.tokens}, *], got "
+                    f"{list(tensor.shape)}"
+                )
+            tensor = tensor.reshape(shape.rows, tensor.shape[2])
+        flat[name] = tensor
+    return flat
+
+
+def check_stream_lengths(lengths: Tensor, tokens: int) -> list[int]:
+    """Return ``lengths`` as ints; ValueError where one lies outside 0..T. Waits for the device."""
+    values: list[int] = lengths.tolist()
+    for stream, value in enumerate(values):
+        if not 0 <= value <= tokens:
+            raise ValueError(f"lengths: expected values in 0..{tokens}, got {value} for stream {stream}")
+    return values
+
+
+def check_stream_offsets(cu_seqlens: Tensor, rows: int, max_seqlen: int | None) -> list[int]:
+    """Return ``cu_seqlens`` as ints; ValueError where they are no partition of the rows. Waits for the device."""
+    offsets: list[int] = cu_seqlens.tolist()
+    if offsets[0] != 0 or offsets[-1] != rows:
+        raise ValueError(
+            f"cu_seqlens: expected to start at 0 and end at {rows}, got {offsets[0]} and {offsets[-1]}"
+        )
+    for stream, (start, end) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
+        if end < start:
+            raise ValueError(
+                f"cu_seqlens: expected rising offsets, got {start} then {end} for stream {stream}"
+            )
+        if max_seqlen is not None and end - start > max_seqlen:
+            raise ValueError(
+                f"max_seqlen: expected at least the longest stream, {end - start} tokens (stream {stream}), "
+                f"got {max_seqlen}"
+            )
+    return offsets
+
+
+def check_index_range(
+    name: str, idx: Tensor, shape: StreamShape, starts: list[int], lengths: list[int]
+) -> None:
+    """ValueError naming the first stream with an index outside its bank rows; padding is not looked at.
+
+    Parameters
+    ----------
+    name : str
+        The argument's name.
+    idx : Tensor
+        Bank rows [rows, W or R].
+    shape : StreamShape
+        The call's layout.
+    starts, lengths : list of int
+        First flat row and number of tokens of each stream.
+    """
+    for stream, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        if length == 0:
+            continue
+        first = shape.first_slot(stream)
+        low, high = (int(bound) for bound in idx[start : start + length].aminmax())
+        if low < first or high >= first + shape.slots:
+            raise ValueError(
+                f"{name}: expected bank rows in {first}..{first + shape.slots - 1} for stream {stream}, got "
+                f"{low if low < first else high}"
+            )
+
+
+def check_streams_disjoint(
+    k_idx: Tensor, q_idx: Tensor, shape: StreamShape, starts: list[int], lengths: list[int]
+) -> None:
+    """ValueError where, in a shared bank, a row written by one stream is touched by another."""
+    writer = torch.full((shape.slots,), -1, dtype=torch.int64, device=k_idx.device)
+    spans = [slice(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+    for touch, idx in (("written", k_idx), ("read", q_idx)):
+        for stream, span in enumerate(spans):
+            touched = idx[span].reshape(-1).long()
+            others = writer[touched]
+            clash = (others >= 0) & (others != stream)
+            if bool(clash.any()):
+                at = int(clash.nonzero()[0])
+                raise ValueError(
+                    f"shared_bank: expected rows written by one stream to be touched by no other, got row "
+                    f"{int(touched[at])} written by stream {int(others[at])} and {touch} by stream {stream}"
+                )
+            if touch == "written":
+                writer[touched] = stream

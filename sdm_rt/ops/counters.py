@@ -1,0 +1,54 @@
+"""What a user can read about past calls: repeated write slots, and the plan of the latest call."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+__all__ = ["count_repeats", "last_dispatch", "record_dispatch", "repeated_write_slots", "reset_dispatch"]
+
+_lock = threading.Lock()
+_repeats = 0
+_dispatch: dict[str, Any] = {}
+
+
+def count_repeats(count: int) -> None:
+    """Add ``count`` write entries that repeat a slot of their token."""
+    global _repeats
+    with _lock:
+        _repeats += count
+
+
+def repeated_write_slots(reset: bool = True) -> int:
+    """Return how many write entries repeated a slot of their own token since the last reset.
+
+    A repeated slot is legal: it decays once, by the gate of its first lane, and its weights add. Many
+    repeats usually mean a fault in the indices.
+
+    Parameters
+    ----------
+    reset : bool
+        Whether to set the count back to 0.
+    """
+    global _repeats
+    with _lock:
+        count = _repeats
+        if reset:
+            _repeats = 0
+    return count
+
+
+def record_dispatch(description: dict[str, Any]) -> None:
+    """Keep ``description`` as the latest call's."""
+    global _dispatch
+    _dispatch = description
+
+
+def last_dispatch() -> dict[str, Any]:
+    """Return how the latest op call of this process ran: its path and its shapes; empty before the first."""
+    return dict(_dispatch)
+
+
+def reset_dispatch() -> None:
+    """Forget the latest call."""
+    record_dispatch({})

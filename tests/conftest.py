@@ -1,0 +1,41 @@
+"""Fixtures of the whole suite: the GPU marker, poisoned memory, seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA GPU; torch.cuda.is_available() is False here")
+    for item in items:
+        if item.get_closest_marker("gpu") is not None:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Start every test from the same random state, whatever ran before it."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def poisoned_memory() -> Iterator[None]:
+    """Fill memory that PyTorch hands out uninitialized: NaN for floats, the largest value for ints.
+
+    An output that nobody writes then shows. PyTorch does the filling in its deterministic mode, on every
+    device and thread, for the allocations of its own operators too; operators without a deterministic variant
+    only warn.
+    """
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.utils.deterministic.fill_uninitialized_memory = fill
+    torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)

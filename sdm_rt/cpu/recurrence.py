@@ -146,7 +146,7 @@ class _Slab:
 
     def steps(self, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
         """Split tensors [n, ...] into one piece a position."""
-        return list(zip(*(tensor.split(self.counts) for tensor in tensors), strict=True))
+        return list(zip(*(torch.split(tensor, self.counts) for tensor in tensors), strict=True))
 
     @property
     def repeats(self) -> int:
@@ -231,7 +231,7 @@ def advance(
     if snapshot_quant is not None:
         count = streams.num_tokens
         saved = Saved(
-            RowSnapshot(snapshot_quant, count * writes, columns, bank.dtype, bank.device),
+            RowSnapshot.empty(snapshot_quant, count * writes, bank),
             torch.empty(count, columns, dtype=sum_dtype(bank), device=bank.device),
         )
     repeats = done = 0

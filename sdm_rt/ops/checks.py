@@ -7,6 +7,7 @@ indices) run on the CPU, and on the GPU only where the caller or ``SDM_RT_CHECK=
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from math import gcd
 from typing import Any
 
@@ -71,13 +72,13 @@ def check_one_device(tensors: dict[str, Tensor]) -> torch.device:
     for name, tensor in rest:
         if tensor.device != first.device:
             raise ValueError(
-                f"{name}: expected a tensor on the device of {first_name}, {first.device}, got {tensor.device}"
+                f"{name}: expected the device of {first_name}, {first.device}, got {tensor.device}"
             )
     return first.device
 
 
 def _elements_overlap(memory: Tensor) -> bool:
-    """Whether two elements of a 2-D tensor share an address: i*a + j*b = i'*a + j'*b for (i, j) != (i', j')."""
+    """Whether two elements of a 2-D tensor share an address: i a + j b = i' a + j' b, (i, j) != (i', j')."""
     (rows, columns), (a, b) = memory.shape, memory.stride()
     if rows == 0 or columns == 0:
         return False
@@ -218,12 +219,12 @@ def resolve_streams(
     streams = num_parallel
     if shared_bank and num_memory_slots not in (0, memory.shape[0]):
         raise ValueError(
-            f"num_memory_slots: expected 0 (one bank for all streams) with shared_bank=True, got {num_memory_slots}"
+            f"num_memory_slots: expected 0 (one bank for all) with shared_bank=True, got {num_memory_slots}"
         )
     if num_memory_slots == 0 and streams > 1 and not shared_bank:
         raise ValueError(
-            f"num_memory_slots: 0 means one bank for all {streams} streams, which needs shared_bank=True (you "
-            f"promise that rows written by one stream are touched by no other); expected the slots of a stream"
+            f"num_memory_slots: expected the slots of a stream, got 0: one bank for all {streams} streams "
+            "needs shared_bank=True (you promise that rows written by one stream are touched by no other)"
         )
     one_bank = shared_bank or num_memory_slots == 0
     if not one_bank and memory.shape[0] != streams * num_memory_slots:
@@ -254,7 +255,7 @@ def resolve_streams(
     if k_idx.dim() == 3:
         if k_idx.shape[0] != streams:
             raise ValueError(
-                f"k_idx: expected num_parallel = {streams} streams in shape [P, T, W], got {list(k_idx.shape)}"
+                f"k_idx: expected shape [P, T, W] with P = num_parallel = {streams}, got {list(k_idx.shape)}"
             )
         tokens = k_idx.shape[1]
     elif k_idx.dim() == 2:
@@ -296,13 +297,13 @@ def check_stream_lengths(lengths: Tensor, tokens: int) -> list[int]:
 
 
 def check_stream_offsets(cu_seqlens: Tensor, rows: int, max_seqlen: int | None) -> list[int]:
-    """Return ``cu_seqlens`` as ints; ValueError where they are no partition of the rows. Waits for the device."""
+    """Return ``cu_seqlens`` as ints; ValueError unless they split the rows in order. Waits for the device."""
     offsets: list[int] = cu_seqlens.tolist()
     if offsets[0] != 0 or offsets[-1] != rows:
         raise ValueError(
             f"cu_seqlens: expected to start at 0 and end at {rows}, got {offsets[0]} and {offsets[-1]}"
         )
-    for stream, (start, end) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
+    for stream, (start, end) in enumerate(pairwise(offsets)):
         if end < start:
             raise ValueError(
                 f"cu_seqlens: expected rising offsets, got {start} then {end} for stream {stream}"

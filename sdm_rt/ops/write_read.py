@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from itertools import pairwise
+from typing import Any, ClassVar, Literal, overload
 
 import torch
 from torch import Tensor
 
 from sdm_rt.cpu.recurrence import Saved, Streams, Tokens, advance, retreat, sum_dtype
+from sdm_rt.cpu.snapshot import RowSnapshot
 from sdm_rt.ops import checks
 from sdm_rt.ops.counters import count_repeats, record_dispatch
 
@@ -24,7 +26,7 @@ class _InplaceCall:
     """
 
     # Keyed by address: a live record keeps its bank alive, so a live entry is never another bank's.
-    _latest: weakref.WeakValueDictionary[int, _InplaceCall] = weakref.WeakValueDictionary()
+    _latest: ClassVar[weakref.WeakValueDictionary[int, _InplaceCall]] = weakref.WeakValueDictionary()
 
     def __init__(self, bank: Tensor, version_before: int) -> None:
         self.bank = bank
@@ -43,14 +45,14 @@ class _InplaceCall:
         """RuntimeError unless the bank holds exactly what this call left in it."""
         if self.taken_back:
             raise RuntimeError(
-                "sdm_write_read: a second backward through one in-place call: the first has already restored the "
-                "bank. Run the forward again, or use return_final_bank=True, which can run backward repeatedly."
+                "sdm_write_read: a second backward through one in-place call: the first has already restored "
+                "the bank. Run the forward again, or use return_final_bank=True with retain_graph=True."
             )
         if self.bank._version != self.version_after:
             raise RuntimeError(
                 "sdm_write_read: the bank was changed between this in-place call and its backward. Run the "
-                "backwards of in-place calls in the reverse order of the calls and change the bank only after "
-                "them, or use return_final_bank=True, which leaves the caller's bank alone."
+                "backwards of in-place calls in the reverse order of the calls and change the bank only "
+                "after them, or use return_final_bank=True, which leaves the caller's bank alone."
             )
 
     def finish(self) -> None:
@@ -86,16 +88,16 @@ class _WriteRead(torch.autograd.Function):
         readings, saved, repeats = advance(bank, tokens, settings.streams, settings.snapshot_quant)
         count_repeats(repeats)
         assert saved is not None
+        ctx.set_materialize_grads(False)
         ctx.settings = settings
-        ctx.rows = saved.rows.emptied()
         ctx.call = None if settings.functional else _InplaceCall(bank, version)
-        kept = (*tensors, *saved.rows.tensors(), saved.error)
+        kept = (*tensors, saved.rows.payload, saved.rows.scale, saved.error)
         ctx.save_for_backward(*kept, *((bank,) if settings.functional else ()))
         return (readings, bank) if settings.functional else readings
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_readings: Tensor, grad_final: Tensor | None = None) -> Any:
+    def backward(ctx: Any, grad_readings: Tensor | None, grad_final: Tensor | None = None) -> Any:
         if ctx.call is not None:
             ctx.call.check_unchanged()
             kept = ctx.saved_tensors
@@ -109,7 +111,10 @@ class _WriteRead(torch.autograd.Function):
             grad_bank = torch.zeros(bank.shape, dtype=sum_dtype(bank), device=bank.device)
         else:
             grad_bank = grad_final.to(sum_dtype(bank), copy=True, memory_format=torch.contiguous_format)
-        saved = Saved(ctx.rows.with_tensors(payload, scale), error)
+        rows = RowSnapshot(ctx.settings.snapshot_quant, bank.shape[1], bank.dtype, payload, scale)
+        saved = Saved(rows, error)
+        if grad_readings is None:
+            grad_readings = bank.new_zeros(1, 1).expand(tokens.v.shape)
         grads = retreat(bank, grad_bank, tokens, ctx.settings.streams, saved, grad_readings)
         if ctx.call is not None:
             ctx.call.finish()
@@ -147,7 +152,7 @@ def _stream_spans(
     """Return the first flat row and the length of every stream, with their values checked."""
     if cu_seqlens is not None:
         offsets = checks.check_stream_offsets(cu_seqlens, shape.rows, max_seqlen)
-        return offsets[:-1], [end - start for start, end in zip(offsets[:-1], offsets[1:], strict=True)]
+        return offsets[:-1], [end - start for start, end in pairwise(offsets)]
     starts = [stream * shape.tokens for stream in range(shape.streams)]
     if lengths is None:
         return starts, [shape.tokens] * shape.streams
@@ -250,8 +255,8 @@ def sdm_write_read(
         The bank, [P*S, D]; stream p owns rows p*S .. (p+1)*S - 1. float32, bfloat16, float16, on the CPU also
         float64. Advanced in place, unless ``return_final_bank``.
     k_idx, q_idx : Tensor
-        Bank rows to write and to read, [P, T, W] and [P, T, R], int32 or int64; W and R in 1..256. A slot that a
-        token writes twice decays once, by the gate of its first lane, and its weights add.
+        Bank rows to write and to read, [P, T, W] and [P, T, R], int32 or int64; W and R in 1..256. A slot
+        that a token writes twice decays once, by the gate of its first lane, and its weights add.
     k_val, q_val : Tensor
         Weights, [P, T, W] and [P, T, R].
     v : Tensor
@@ -280,8 +285,8 @@ def sdm_write_read(
         Leave ``memory`` untouched and return the bank after the call too, with gradients into and out of it,
         so that segments of a sequence chain.
     lengths : Tensor, optional
-        Tokens of each stream, [P], int32 or int64, at most T. What lies behind is padding: it touches nothing,
-        its readings and gradients are 0.
+        Tokens of each stream, [P], int32 or int64, at most T. What lies behind is padding: it touches
+        nothing, its readings and gradients are 0.
     cu_seqlens : Tensor, optional
         Packed streams instead: offsets [P+1] into token tensors [sum T, *].
     max_seqlen : int, optional
@@ -301,8 +306,8 @@ def sdm_write_read(
     Raises
     ------
     ValueError
-        A shape, range, layout or index that does not fit; the message names the argument, what was expected and
-        what came. Nothing has changed then.
+        A shape, range, layout or index that does not fit; the message names the argument, what was expected
+        and what came. Nothing has changed then.
     TypeError
         A wrong dtype or type.
     RuntimeError
@@ -310,9 +315,10 @@ def sdm_write_read(
 
     Notes
     -----
-    A backward restores the bank of an in-place call, bit for bit with ``snapshot_quant="none"``. So backwards
-    of in-place calls run in the reverse order of their calls, the gradient of ``memory`` is with respect to the
-    bank at that call's own start, and none flows between two in-place calls; ``return_final_bank`` does that.
+    A backward restores the bank of an in-place call, bit for bit with ``snapshot_quant="none"``. So
+    backwards of in-place calls run in the reverse order of their calls, the gradient of ``memory`` is with
+    respect to the bank at that call's own start, and none flows between two in-place calls;
+    ``return_final_bank`` does that.
     """
     _check_options(chunk_size, snapshot_quant, schedule, max_seqlen)
     checks.check_bank(memory)
@@ -329,16 +335,16 @@ def sdm_write_read(
     )
     if key_weighted_decay is not None and g.shape[-1] != (writes if key_weighted_decay else 1):
         raise ValueError(
-            f"g: expected {f'one gate a write, W = {writes}' if key_weighted_decay else 'one gate a token'}, as "
-            f"key_weighted_decay={key_weighted_decay} says, got width {g.shape[-1]}"
+            f"g: expected width {writes if key_weighted_decay else 1}, as "
+            f"key_weighted_decay={key_weighted_decay} says, got {g.shape[-1]}"
         )
     located = {"memory": memory, **flat}
     located |= {name: t for name, t in (("lengths", lengths), ("cu_seqlens", cu_seqlens)) if t is not None}
     device = checks.check_one_device(located)
     if device.type != "cpu":
         raise RuntimeError(
-            f"sdm_write_read: this version runs on CPU tensors only, got a bank on {device}; move the tensors to "
-            "the CPU"
+            f"sdm_write_read: this version runs on CPU tensors only, got a bank on {device}; move the "
+            "tensors to the CPU"
         )
     if schedule is not None:
         raise ValueError(
@@ -369,7 +375,9 @@ def sdm_write_read(
     differentiable = (memory, k_val, v, beta, g, q_val)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in differentiable):
         settings = _Settings(streams, snapshot_quant, return_final_bank)
-        result: Tensor | tuple[Tensor, Tensor] = _WriteRead.apply(settings, memory, *flat.values())
+        result: Tensor | tuple[Tensor, Tensor] = _WriteRead.apply(  # type: ignore[no-untyped-call]
+            settings, memory, *flat.values()
+        )
         return result
     bank = memory.clone(memory_format=torch.contiguous_format) if return_final_bank else memory
     readings, _, repeats = advance(bank.detach(), Tokens(**flat), streams, None)

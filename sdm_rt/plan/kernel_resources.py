@@ -1,0 +1,123 @@
+"""What a compiled kernel takes of an SM: registers, static shared memory, spills, threads.
+
+Two sources, always told apart: ``resources.json``, written from NVRTC's own log by a script and held by CI,
+and the design budgets of kernels that are planned but not built yet (their ``__launch_bounds__`` cap the
+registers, so a budget is an upper bound that the compiler is held to, not a measurement).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from sdm_rt.plan.device import DeviceModel
+from sdm_rt.runtime.kernel import KernelSpec
+
+__all__ = ["BUDGETS", "TABLE", "KernelResources", "kernel_resources", "resource_key"]
+
+TABLE = Path(__file__).with_name("resources.json")
+
+
+@dataclass(frozen=True)
+class KernelResources:
+    """Registers and static shared memory of one kernel on one target.
+
+    Parameters
+    ----------
+    registers : int
+        Registers of a thread.
+    static_shared : int
+        Static shared memory of a block, bytes.
+    spill_stores, spill_loads : int
+        Bytes of register spills of a thread.
+    measured : bool
+        True for figures read from NVRTC's log, False for a design budget.
+    """
+
+    registers: int
+    static_shared: int = 0
+    spill_stores: int = 0
+    spill_loads: int = 0
+    measured: bool = True
+
+
+# (threads of the largest block, resident blocks per SM) of __launch_bounds__, by kernel file.
+BUDGETS: dict[str, tuple[int, int]] = {
+    "decode.cu": (256, 4),
+    "gather.cu": (256, 4),
+    "dual_matmul.cu": (256, 4),
+    "decay_write.cu": (256, 4),
+    "gwr.cu": (256, 4),
+    "du_update.cu": (256, 1),
+    "phase_a.cu": (256, 3),
+    "gds.cu": (256, 4),
+    "column_sum.cu": (256, 8),
+    "phase1_backward_pairs.cu": (512, 2),
+}
+
+
+def resource_key(spec: KernelSpec, entry: str) -> str:
+    """Return the table's key of one entry of ``spec``: ``entry|-Dname=value -Dname=value``."""
+    return f"{entry}|{' '.join(spec.options)}"
+
+
+@cache
+def _table() -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
+    table: dict[str, dict[str, dict[str, dict[str, Any]]]] = json.loads(TABLE.read_text(encoding="utf-8"))
+    return table
+
+
+def _budget(file: str, device: DeviceModel) -> KernelResources:
+    threads, blocks = BUDGETS[file]
+    # ptxas gives a thread the registers that keep `blocks` blocks resident, in whole allocation units.
+    per_thread = device.registers_per_sm // (threads * blocks) // 8 * 8
+    return KernelResources(registers=min(per_thread, 255), measured=False)
+
+
+def _target(targets: dict[str, dict[str, Any]], device: DeviceModel) -> str | None:
+    """Return the device's own target, else the newest older one of its generation."""
+    major, minor = device.compute_capability
+    older = [f"sm_{major}{number}" for number in range(minor, -1, -1)]
+    return next((target for target in older if target in targets), None)
+
+
+def kernel_resources(spec: KernelSpec, entry: str, device: DeviceModel) -> KernelResources:
+    """Return the resources of ``entry`` of ``spec`` on ``device``.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+        The translation unit with its ``-D`` options.
+    entry : str
+        One of its kernels.
+    device : DeviceModel
+        The GPU; a target without own figures takes those of the nearest older target of its generation.
+
+    Returns
+    -------
+    KernelResources
+        Measured figures where the table lists the file, else its design budget.
+
+    Raises
+    ------
+    LookupError
+        Where neither source knows the kernel, naming the missing key.
+    """
+    kernels = _table().get(spec.file)
+    if kernels is None and spec.file in BUDGETS:
+        return _budget(spec.file, device)
+    key = resource_key(spec, entry)
+    targets = (kernels or {}).get(key, {})
+    target = _target(targets, device)
+    if target is None:
+        raise LookupError(f"{TABLE.name} has no figures of {spec.file} {key} for {device.arch}")
+    figures = targets[target]
+    return KernelResources(
+        registers=figures["registers"],
+        static_shared=figures["static_shared"],
+        spill_stores=figures["spill_stores"],
+        spill_loads=figures["spill_loads"],
+    )

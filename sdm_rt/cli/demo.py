@@ -1,0 +1,93 @@
+"""``sdm-rt demo``: train a small byte-level language model with SDM layers on real text."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from pathlib import Path
+
+import torch
+
+from sdm_rt.demo.config import DemoConfig
+from sdm_rt.demo.errors import DemoError
+from sdm_rt.ops.availability import gpu_path_available, gpu_path_obstacle
+
+__all__ = ["add_arguments", "run"]
+
+PACKAGES = ("tqdm", "matplotlib")
+SIZES = {
+    "steps": "optimizer steps",
+    "batch": "sequences of a step",
+    "seq_len": "bytes of a sequence",
+    "dim": "width of the model",
+    "layers": "blocks: local attention, SDM layer, MLP",
+    "slots": "slots of an SDM head, a square number",
+    "seed": "of initial weights, data order and sample",
+}
+WRONG_RESULT, WRONG_USE, INTERRUPTED = 1, 2, 130
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.add_argument(
+        "--text",
+        type=Path,
+        metavar="PATH",
+        help="file or folder to learn (default: the Python standard library)",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="continue the interrupted run in the --out folder"
+    )
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="default: cuda if the GPU path is there, else cpu",
+    )
+    for name, meaning in SIZES.items():
+        default = DemoConfig.__dataclass_fields__[name].default
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"{meaning} (default: {default})"
+        )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the demo and return its exit status: 1 if the decode path gave other logits, 130 after Ctrl-C."""
+    try:
+        _require_packages()
+        device = _device(arguments.device)
+        from sdm_rt.demo.experiment import Request, perform
+        from sdm_rt.demo.training import StoppedError
+
+        sizes = {name: getattr(arguments, name) for name in SIZES if getattr(arguments, name) is not None}
+        request = Request(sizes, arguments.text, arguments.out, arguments.resume, device)
+        try:
+            return 0 if perform(request) else WRONG_RESULT
+        except StoppedError:
+            print(f"\nstopped   checkpoint saved; continue with: sdm-rt demo --resume --out {arguments.out}")
+            return INTERRUPTED
+    except DemoError as error:
+        print(f"sdm-rt demo: {error}", file=sys.stderr)
+        return WRONG_USE
+    except KeyboardInterrupt:
+        print(f"\nsdm-rt demo: interrupted; checkpoints so far are in {arguments.out}", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _require_packages() -> None:
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise DemoError(f'needs {" and ".join(missing)}: pip install "sdm_rt[demo]"')
+
+
+def _device(asked: str) -> torch.device:
+    obstacle = gpu_path_obstacle()
+    if asked == "cuda" and obstacle is not None:
+        raise DemoError(f"--device cuda: {obstacle}; --device cpu works")
+    if asked == "auto" and obstacle is not None:
+        print(f"device    cpu ({obstacle})")
+    return torch.device("cuda" if asked != "cpu" and gpu_path_available() else "cpu")

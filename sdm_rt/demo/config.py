@@ -1,0 +1,76 @@
+"""What one demo run is: sizes of the model and of its training, stored in every checkpoint."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from sdm_rt.demo.errors import DemoError
+
+__all__ = ["DemoConfig"]
+
+
+@dataclass(frozen=True)
+class DemoConfig:
+    """Sizes of the model and of its training.
+
+    Parameters
+    ----------
+    steps, batch, seq_len : int
+        Optimizer steps, sequences of a step, bytes of a sequence.
+    dim, layers : int
+        Width of the model, number of blocks (each: local attention, an SDM layer, an MLP).
+    attention_heads, window : int
+        Heads of the local attention; a byte sees itself and the ``window - 1`` bytes before it.
+    sdm_heads, slots, writes, reads : int
+        SDM layers: heads, slots of a head (a square), write and read slots of a byte.
+    learning_rate, weight_decay, clip : float
+        AdamW's peak rate (warm-up over a twentieth of the steps, then a cosine to a tenth), its weight
+        decay, and the largest gradient norm.
+    seed : int
+        Seeds the initial weights, the order of the text and the sample.
+
+    Raises
+    ------
+    DemoError
+        A size is out of range; the message names it.
+    """
+
+    steps: int = 400
+    batch: int = 32
+    seq_len: int = 128
+    dim: int = 128
+    layers: int = 2
+    attention_heads: int = 4
+    window: int = 32
+    sdm_heads: int = 2
+    slots: int = 1024
+    writes: int = 8
+    reads: int = 8
+    learning_rate: float = 3e-3
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in (
+            "steps",
+            "batch",
+            "dim",
+            "layers",
+            "attention_heads",
+            "window",
+            "sdm_heads",
+            "writes",
+            "reads",
+        ):
+            if getattr(self, name) < 1:
+                raise DemoError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.seq_len < 2:
+            raise DemoError(f"seq_len must be at least 2, got {self.seq_len}")
+        if self.dim % (2 * self.attention_heads) or self.dim % self.sdm_heads:
+            raise DemoError(
+                f"dim must be a multiple of {math.lcm(2 * self.attention_heads, self.sdm_heads)}, for "
+                f"{self.attention_heads} attention heads of even width and {self.sdm_heads} SDM heads, "
+                f"got {self.dim}"
+            )

@@ -1,4 +1,4 @@
-"""The decode plan: one token per stream, the recurrence itself in one launch."""
+"""The decode plan: one token per stream, the recurrence itself in one launch of kernels_cu/decode.cu."""
 
 from __future__ import annotations
 
@@ -10,63 +10,76 @@ from sdm_rt.runtime.kernel import KernelSpec
 
 __all__ = ["DECODE_ARGUMENTS", "ENTRY", "decode_kernel", "decode_shared_memory", "plan_decode"]
 
-ENTRY = "decode_step"
-LANES = 8  # threads across the columns of a row; one 128-byte line at 16 bytes a thread
-GROUPS = 32  # rows a block walks side by side
-WARPS = LANES * GROUPS // 32
+ENTRY = "decode"
+GROUPS = 32  # rows a block works on at a time; part of the order of sums, so one constant
+LINE_THREADS = 8  # threads of a 128-byte line at 16 bytes each
+SECTOR_THREADS = 2  # threads of a 32-byte sector, the least that memory moves
 
 DECODE_ARGUMENTS = (
-    *pointers("memory", "k_idx", "k_val", "v", "beta", "g", "q_idx", "q_val"),
-    *pointers("lengths", "readings", "repeated_writes"),
-    Argument("slots", "int64"),
-    Argument("writes", "int32"),
-    Argument("reads", "int32"),
-    Argument("head_dim", "int32"),
-    Argument("index_bytes", "int32"),
-    Argument("gates_per_write", "int32"),
+    *pointers("memory", "k_idx", "k_val", "v", "beta", "g", "q_idx", "q_val", "lengths", "y", "repeats"),
+    Argument("row_stride", "int64"),
+    *(Argument(name, "int32") for name in ("S", "D", "W", "R", "gates", "dtypes")),
 )
 
 
 def vector_values(shape: DecodeShape) -> int:
-    """Return the values a thread moves at once: 16 bytes where rows allow it, else one value."""
+    """Return the bank values a thread moves at once: 16 bytes of them where rows are aligned, else one."""
     values = 16 // dtype_bytes(shape.bank_dtype)
     return values if shape.aligned and shape.head_dim % values == 0 else 1
 
 
-def rows_per_group(lanes: int) -> int:
-    """Return the rows each group keeps in registers for `lanes` slots, rounded up to a power of two."""
-    rows = -(-lanes // GROUPS)
+def rows_held(shape: DecodeShape) -> int:
+    """Return the write rows, and the read rows, of a thread: a power of two, so that few variants exist."""
+    rows = -(-max(shape.writes, shape.reads) // GROUPS)
     return 1 << (rows - 1).bit_length()
 
 
+def row_threads(shape: DecodeShape, device: DeviceModel) -> int:
+    """Return the threads that share a row in a block; every choice gives the same bits.
+
+    The widest slice of a row, up to a 128-byte line, that still gives each SM a block; never below a 32-byte
+    sector where threads move 16 bytes, nor wider than the row.
+    """
+    vector = vector_values(shape)
+    widest, narrowest = (LINE_THREADS, SECTOR_THREADS) if vector > 1 else (2 * LINE_THREADS, LINE_THREADS)
+    row = 1 << (-(-shape.head_dim // vector) - 1).bit_length()
+    threads = min(widest, row)
+    while threads > narrowest and shape.streams * -(-shape.head_dim // (threads * vector)) < device.sm_count:
+        threads //= 2
+    return threads
+
+
 def decode_kernel(shape: DecodeShape) -> KernelSpec:
-    """Return the translation unit for a shape: bank type, values a thread moves, write rows a group keeps."""
+    """Return the translation unit of a shape."""
+    rows = str(rows_held(shape))
     return KernelSpec(
         "decode.cu",
         (ENTRY,),
         (
             ("BANK", kernel_type(shape.bank_dtype)),
+            ("GROUPS", str(GROUPS)),
+            ("K_ROWS", rows),
+            ("Q_ROWS", rows),
             ("VECTOR", str(vector_values(shape))),
-            ("WRITE_ROWS", str(rows_per_group(shape.writes))),
         ),
     )
 
 
-def decode_shared_memory(shape: DecodeShape) -> int:
+def decode_shared_memory(writes: int, reads: int, columns: int) -> int:
     """Return the dynamic shared memory of a block, bytes.
 
-    Per write a 64-bit row, weight and decay; per read a 64-bit row and weight; per warp one float32 partial sum
-    of each column of the block.
+    Four words a write (slot, value, weight, decay), two a read (value, whether written), both counts rounded
+    up to 4, and for each column of the slice one partial sum a group and delta.
     """
-    columns = LANES * vector_values(shape)
-    return 16 * shape.writes + 12 * shape.reads + 4 * (shape.reads % 2) + 4 * WARPS * columns
+    writes4, reads4 = (-(-count // 4) * 4 for count in (writes, reads))
+    return 4 * (4 * writes4 + 2 * reads4 + (GROUPS + 1) * columns)
 
 
 def plan_decode(shape: DecodeShape, device: DeviceModel) -> StepPlan:
     """Plan one decode step.
 
-    One block holds one stream's slice of `LANES` x vector columns: columns never mix, so the slices are
-    independent, and the order of every sum depends on W, R and the dtype alone.
+    A block holds one stream's slice of columns: columns never mix, so slices are independent, and the order of
+    every sum depends on W and R alone.
 
     Parameters
     ----------
@@ -88,7 +101,8 @@ def plan_decode(shape: DecodeShape, device: DeviceModel) -> StepPlan:
     require_supported(device)
     if shape.streams == 0:
         return StepPlan("decode", device, shape, steps=0, first_step=(), step=())
-    columns = LANES * vector_values(shape)
+    threads = row_threads(shape, device)
+    columns = threads * vector_values(shape)
     row = shape.head_dim * dtype_bytes(shape.bank_dtype)
     rows = shape.streams * (2 * shape.writes + shape.reads) * row
     token = (
@@ -101,14 +115,15 @@ def plan_decode(shape: DecodeShape, device: DeviceModel) -> StepPlan:
         kernel=decode_kernel(shape),
         entry=ENTRY,
         grid=(shape.streams, -(-shape.head_dim // columns), 1),
-        block=(LANES, GROUPS, 1),
+        block=(GROUPS * threads, 1, 1),
         arguments=DECODE_ARGUMENTS,
         reads=("memory", "k_idx", "k_val", "v", "beta", "g", "q_idx", "q_val", "lengths"),
-        writes=("memory", "readings", "repeated_writes"),
+        writes=("memory", "y", "repeats"),
         bytes_moved=rows + shape.streams * token,
         floor_bytes=rows,
-        shared_memory=decode_shared_memory(shape),
+        shared_memory=decode_shared_memory(shape.writes, shape.reads, columns),
         pdl=device.pdl,
+        triggers=device.pdl,
         note=f"{columns} columns a block, {GROUPS} rows side by side",
     )
     return StepPlan("decode", device, shape, steps=1, first_step=(launch,), step=(launch,))

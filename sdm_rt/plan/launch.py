@@ -115,7 +115,7 @@ class Launch:
         Operand bytes of the launch, each operand counted once.
     floor_bytes : int
         The part of ``bytes_moved`` that must cross the memory bus: rows of the bank, of the gradient bank and
-        of the snapshot at their first touch in the step. The rest is small, or was touched earlier in the step.
+        of the snapshot at their first touch in the step. The rest is small or was touched before.
     cluster : tuple of three int
         Blocks of a thread block cluster.
     shared_memory : int

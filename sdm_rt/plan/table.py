@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 
 __all__ = ["describe"]
 
-HEADER = tuple("launch,kernel,grid,block,cluster,shared,PDL,regs,blocks/SM,waves,MB,floor us".split(","))
+HEADER = (
+    *("launch", "kernel", "grid", "block", "cluster"),
+    *("shared", "PDL", "regs", "blocks/SM", "waves", "MB", "floor us"),
+)
 TEXT_COLUMNS = 5  # left-aligned; the rest are figures
 
 

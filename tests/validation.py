@@ -1,6 +1,6 @@
 """Records of test runs on real GPUs: ``docs/validation/<gpu>.json``.
 
-A record says which sources a green run on a GPU covered. ``check`` tells whether the sources of this tree are still those.
+A record says which sources a green run on a GPU covered; ``check`` tells whether this tree still has them.
 
     python tests/validation.py fingerprint
     python -m pytest -o junit_suite_name="$(python tests/validation.py fingerprint)" --junitxml=run.xml

@@ -45,40 +45,40 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
 
 // ---- global memory ----
 
-// Read-only path: for data that nothing writes while this grid runs.
+// Read-only path: for data that nothing writes while this grid runs. Volatile, so that no load moves above pdl_wait.
 __device__ __forceinline__ unsigned short load_readonly(const unsigned short* p) {
     unsigned short x;
-    asm("ld.global.nc.u16 %0, [%1];" : "=h"(x) : "l"(p));
+    asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(x) : "l"(p));
     return x;
 }
 __device__ __forceinline__ unsigned load_readonly(const unsigned* p) {
     unsigned x;
-    asm("ld.global.nc.u32 %0, [%1];" : "=r"(x) : "l"(p));
+    asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(x) : "l"(p));
     return x;
 }
 __device__ __forceinline__ int load_readonly(const int* p) {
     int x;
-    asm("ld.global.nc.s32 %0, [%1];" : "=r"(x) : "l"(p));
+    asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(x) : "l"(p));
     return x;
 }
 __device__ __forceinline__ long long load_readonly(const long long* p) {
     long long x;
-    asm("ld.global.nc.s64 %0, [%1];" : "=l"(x) : "l"(p));
+    asm volatile("ld.global.nc.s64 %0, [%1];" : "=l"(x) : "l"(p));
     return x;
 }
 __device__ __forceinline__ float load_readonly(const float* p) {
     float x;
-    asm("ld.global.nc.f32 %0, [%1];" : "=f"(x) : "l"(p));
+    asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(x) : "l"(p));
     return x;
 }
 __device__ __forceinline__ uint2 load_readonly(const uint2* p) {
     uint2 x;
-    asm("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(p));
+    asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(p));
     return x;
 }
 __device__ __forceinline__ uint4 load_readonly(const uint4* p) {
     uint4 x;
-    asm("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(p));
+    asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(p));
     return x;
 }
 

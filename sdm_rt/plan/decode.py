@@ -49,9 +49,10 @@ def row_threads(shape: DecodeShape, device: DeviceModel) -> int:
     return threads
 
 
-def decode_kernel(shape: DecodeShape) -> KernelSpec:
-    """Return the translation unit of a shape."""
+def decode_kernel(shape: DecodeShape, pdl: bool) -> KernelSpec:
+    """Return the translation unit of a shape, with or without programmatic dependent launch."""
     rows = str(rows_held(shape))
+    chained = (("SDM_PDL_TRIGGER", "1"), ("SDM_PDL_WAIT", "1")) if pdl else ()
     return KernelSpec(
         "decode.cu",
         (ENTRY,),
@@ -60,6 +61,7 @@ def decode_kernel(shape: DecodeShape) -> KernelSpec:
             ("GROUPS", str(GROUPS)),
             ("K_ROWS", rows),
             ("Q_ROWS", rows),
+            *chained,
             ("VECTOR", str(vector_values(shape))),
         ),
     )
@@ -112,10 +114,10 @@ def plan_decode(shape: DecodeShape, device: DeviceModel) -> StepPlan:
     )
     launch = Launch(
         name="decode",
-        kernel=decode_kernel(shape),
+        kernel=decode_kernel(shape, device.pdl),
         entry=ENTRY,
         grid=(shape.streams, -(-shape.head_dim // columns), 1),
-        block=(GROUPS * threads, 1, 1),
+        block=(threads, GROUPS, 1),
         arguments=DECODE_ARGUMENTS,
         reads=("memory", "k_idx", "k_val", "v", "beta", "g", "q_idx", "q_val", "lengths"),
         writes=("memory", "y", "repeats"),

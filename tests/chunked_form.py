@@ -1,8 +1,8 @@
 """The chunked form of the specification, forward and backward, in dense float64 tensors: a second reference.
 
 One stream, one chunk after another. Every sum over pairs of entries becomes a sum over [C, C, S]: x[t, s] is
-the gate of the owner entry of slot s at token t (0 without one), so a decay between two tokens is a difference
-of prefix sums.
+the gate of the owner entry of slot s at token t (0 without one), so a decay between two tokens is a
+difference of prefix sums.
 """
 
 from __future__ import annotations

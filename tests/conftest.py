@@ -1,4 +1,4 @@
-"""Fixtures of the whole suite: the GPU marker, poisoned memory, seeds."""
+"""Fixtures of the whole suite: the GPU marker, seeds, poisoned memory, and the profile of hypothesis."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
+
+# The same examples on every machine and at every run, however slow it is.
+settings.register_profile("suite", deadline=None, derandomize=True, database=None)
+settings.load_profile("suite")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -160,7 +160,7 @@ def make_problem(
         writes W of the same W + 1 slots, "one slot": every lane of every token writes slot 0.
     beta : {"random", "zero", "one"}
     signed_weights : bool
-        Weights of norm 1 and both signs in place of softmax weights.
+        Weights of one norm and both signs in place of softmax weights.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -169,7 +169,9 @@ def make_problem(
 
     def weights(n: int) -> Tensor:
         raw = normal(P, T, n)
-        return torch.nn.functional.normalize(raw, dim=-1) if signed_weights else raw.softmax(dim=-1)
+        unit = torch.nn.functional.normalize(raw, dim=-1) if signed_weights else raw.softmax(dim=-1)
+        # Short of 1: a write of weight 1 with beta 1 replaces its row; its gradients are pure cancellation.
+        return 0.75 * unit
 
     strengths = {
         "random": torch.rand(P, T, 1, generator=generator, dtype=torch.float64),
@@ -224,6 +226,7 @@ def run_oracle(
     loss = (readings[real] * wide.grad_readings[real]).sum()
     if bank_gradient:
         loss = loss + (bank * wide.grad_bank).sum()
+    loss = loss + 0.0 * leaves["memory"].sum()  # Differentiable even where every stream is empty.
     found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
     gradients = {
         name: torch.zeros_like(leaf) if grad is None else grad

@@ -84,7 +84,7 @@ def test_assert_close_of_zeros() -> None:
 def test_assert_same_bits_sees_the_sign_of_zero() -> None:
     nan = torch.tensor([torch.nan, 1.0])
     assert_same_bits("x", nan, nan.clone())
-    with pytest.raises(AssertionError, match="flat index 0"):
+    with pytest.raises(AssertionError, match="first at index 0"):
         assert_same_bits("x", torch.tensor([0.0]), torch.tensor([-0.0]))
     with pytest.raises(AssertionError, match="dtype"):
         assert_same_bits("x", torch.tensor([0.0]), torch.tensor([0.0], dtype=torch.float64))

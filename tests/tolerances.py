@@ -127,6 +127,6 @@ def assert_same_bits(name: str, got: Tensor, want: Tensor) -> None:
     as_bytes = [x.view(torch.uint8).reshape(left.numel(), -1) for x in (left, right)]
     places = (as_bytes[0] != as_bytes[1]).any(dim=1).nonzero()[:, 0].tolist()
     assert not places, (
-        f"{name}: {len(places)} of {left.numel()} values differ in their bits, first at flat index {places[0]}: "
+        f"{name}: {len(places)} of {left.numel()} values differ in their bits, first at index {places[0]}: "
         f"{left[places[0]].item()!r} and {right[places[0]].item()!r}"
     )

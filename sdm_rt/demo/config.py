@@ -68,6 +68,8 @@ class DemoConfig:
                 raise DemoError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.seq_len < 2:
             raise DemoError(f"seq_len must be at least 2, got {self.seq_len}")
+        if math.isqrt(max(0, self.slots)) ** 2 != self.slots or self.slots < 1:
+            raise DemoError(f"slots must be a square number, got {self.slots}")
         if self.dim % (2 * self.attention_heads) or self.dim % self.sdm_heads:
             raise DemoError(
                 f"dim must be a multiple of {math.lcm(2 * self.attention_heads, self.sdm_heads)}, for "

@@ -80,8 +80,8 @@ def decode_shared_memory(writes: int, reads: int, columns: int) -> int:
 def plan_decode(shape: DecodeShape, device: DeviceModel) -> StepPlan:
     """Plan one decode step.
 
-    A block holds one stream's slice of columns: columns never mix, so slices are independent, and the order of
-    every sum depends on W and R alone.
+    A block holds one stream's slice of columns: columns never mix, so slices are independent, and the order
+    of every sum depends on W and R alone.
 
     Parameters
     ----------

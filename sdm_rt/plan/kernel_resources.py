@@ -46,9 +46,9 @@ class KernelResources:
 
 # (threads of the largest block, resident blocks per SM) of __launch_bounds__, by kernel file.
 BUDGETS: dict[str, tuple[int, int]] = {
-    "decode.cu": (256, 4),
+    "decode.cu": (512, 1),
     "gather.cu": (256, 4),
-    "dual_matmul.cu": (256, 4),
+    "dual_matmul.cu": (256, 2),
     "decay_write.cu": (256, 4),
     "gwr.cu": (256, 4),
     "du_update.cu": (256, 1),

@@ -35,7 +35,7 @@ def _row(plan: StepPlan, call: Launch | LibraryCall) -> tuple[str, ...]:
     if not isinstance(call, Launch):
         return (call.name, call.function, *("-",) * 8, _megabytes(call.bytes_moved), floor)
     resources, resident = call.resources(plan.device), call.occupancy(plan.device)
-    flag = "after" if call.pdl else "-"
+    flags = ("dependent",) * call.pdl + ("triggers",) * call.triggers
     return (
         call.name,
         f"{call.kernel.file}:{call.entry}",
@@ -43,7 +43,7 @@ def _row(plan: StepPlan, call: Launch | LibraryCall) -> tuple[str, ...]:
         _dimension(call.block),
         _dimension(call.cluster),
         str(call.shared_memory + resources.static_shared),
-        f"{flag}+trigger" if call.triggers else flag,
+        "+".join(flags) or "-",
         f"{resources.registers}{'' if resources.measured else '*'}",
         str(resident.blocks),
         f"{call.blocks / resident.wave(plan.device):.2f}",
@@ -106,7 +106,7 @@ def describe(plan: StepPlan) -> str:
         f"{device.floor_us(plan.total('floor_bytes')) / 1e3:.3f} ms",
     ]
     if any(not launch.resources(device).measured for launch in plan.kernels()):
-        lines.append("* design budget (__launch_bounds__), not measured: the kernel is not in resources.json")
+        lines.append("* a design budget that __launch_bounds__ enforces, not a measurement")
     notes = dict.fromkeys(f"{launch.name}: {launch.note}" for launch in plan.kernels() if launch.note)
     lines += [*notes, *plan.notes]
     return "\n".join(lines)

@@ -10,19 +10,29 @@ from sdm_rt.errors import (
     UnsupportedConfigurationError,
     UntestedHardwareWarning,
 )
-
+from sdm_rt.layer.activations import l2_normalize
+from sdm_rt.layer.args import SparseDeltaMemoryArgs
+from sdm_rt.layer.layer import SparseDeltaMemory
+from sdm_rt.layer.state import Cache, SDMLayerState
 from sdm_rt.ops.counters import last_dispatch, repeated_write_slots, reset_dispatch
+from sdm_rt.ops.topk import product_key_topk
 from sdm_rt.ops.write_read import sdm_write_read
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Cache",
     "KernelCompileError",
     "MissingDependencyError",
     "NotPrecompiledError",
+    "SDMLayerState",
+    "SparseDeltaMemory",
+    "SparseDeltaMemoryArgs",
     "UnsupportedConfigurationError",
     "UntestedHardwareWarning",
+    "l2_normalize",
     "last_dispatch",
+    "product_key_topk",
     "repeated_write_slots",
     "reset_dispatch",
     "sdm_write_read",

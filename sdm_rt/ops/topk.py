@@ -5,18 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from sdm_rt.cpu import topk as definition
+from sdm_rt.ops.checks import BANK_DTYPES, MAX_ENTRIES, check_int
 
-__all__ = ["MAX_SELECTED", "product_key_topk"]
+__all__ = ["product_key_topk"]
 
-MAX_SELECTED = 256
-"""The most slots that a token may write or read, and so the largest k."""
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_MAX_SLOT = 2**63 - 1
+_MAX_SLOTS = 2**63 - 1
 
 
 def product_key_topk(raw: Tensor, factors: Sequence[int], k: int) -> tuple[Tensor, Tensor]:
@@ -50,7 +46,7 @@ def product_key_topk(raw: Tensor, factors: Sequence[int], k: int) -> tuple[Tenso
     Raises
     ------
     TypeError
-        If ``raw`` is not a floating-point tensor of a supported dtype.
+        If ``raw`` is no tensor of such a dtype, or ``k`` or a factor is no int.
     ValueError
         If ``factors``, ``k`` or the width of ``raw`` is out of range.
     RuntimeError
@@ -77,21 +73,22 @@ def product_key_topk(raw: Tensor, factors: Sequence[int], k: int) -> tuple[Tenso
 
 def _checked_factors(factors: Sequence[int]) -> tuple[int, ...]:
     widths = tuple(factors)
-    if not widths or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in widths):
-        raise ValueError(f"factors must be one or more integers, each at least 1, got {widths}")
-    if math.prod(widths) > _MAX_SLOT:
-        raise ValueError(f"factors must have a product below 2**63, got {widths}")
+    if not widths:
+        raise ValueError("factors: expected at least one factor width, got none")
+    for f, width in enumerate(widths):
+        check_int(f"factors[{f}]", width, 1, None)
+    if math.prod(widths) > _MAX_SLOTS:
+        raise ValueError(f"factors: expected a product below 2**63, got {widths}")
     return widths
 
 
 def _check(raw: Tensor, factors: tuple[int, ...], k: int) -> None:
     if not isinstance(raw, Tensor):
-        raise TypeError(f"raw must be a torch.Tensor, got {type(raw).__name__}")
-    if raw.dtype not in _DTYPES:
-        raise TypeError(f"raw must be float32, bfloat16, float16 or float64, got {raw.dtype}")
+        raise TypeError(f"raw: expected a torch.Tensor, got {type(raw).__name__}")
+    if raw.dtype not in BANK_DTYPES:
+        raise TypeError(f"raw: expected dtype float64, float32, bfloat16 or float16, got {raw.dtype}")
     if raw.dim() < 1 or raw.shape[-1] != sum(factors):
         raise ValueError(
-            f"raw must be [..., {sum(factors)}], the sum of factors {factors}, got shape {tuple(raw.shape)}"
+            f"raw: expected shape [..., {sum(factors)}], the sum of factors {factors}, got {list(raw.shape)}"
         )
-    if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= MAX_SELECTED:
-        raise ValueError(f"k must be an integer in 1..{MAX_SELECTED}, got {k!r}")
+    check_int("k", k, 1, MAX_ENTRIES)

@@ -1,0 +1,430 @@
+"""The Sparse Delta Memory layer."""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sdm_rt.layer.activations import make_activation
+from sdm_rt.layer.args import SparseDeltaMemoryArgs
+from sdm_rt.layer.layout import PaddedLayout, TokenLayout, resolve_layout
+from sdm_rt.layer.state import Cache, SDMLayerState
+from sdm_rt.layer.statistics import access_statistics, norm_statistics
+from sdm_rt.ops.checks import BANK_DTYPES, check_int, check_one_device
+from sdm_rt.ops.decode import sdm_decode_step
+from sdm_rt.ops.topk import product_key_topk
+from sdm_rt.ops.write_read import sdm_write_read
+
+__all__ = ["SparseDeltaMemory"]
+
+_SMALLEST_DECAY_RATE = 1e-4
+_TIME_STEP_RANGE = (1e-3, 1e-1)
+_SMALLEST_TIME_STEP = 1e-4
+
+
+class _Entries(NamedTuple):
+    """What the op takes of every token, by stream and in the op's order."""
+
+    k_idx: Tensor
+    k_val: Tensor
+    v: Tensor
+    beta: Tensor
+    g: Tensor
+    q_idx: Tensor
+    q_val: Tensor
+
+
+class SparseDeltaMemory(nn.Module):
+    r"""A sequence mixer with a large bank of rows per head, of which each token writes and reads a few.
+
+    For each head (arXiv 2607.07386), with D = dim / num_heads::
+
+        g      = -exp(A_log) softplus(a_proj(x) + dt_bias)      (times k_val per write: key_weighted_decay)
+        beta   = sigmoid(b_proj(x))                 v = Wv_write(x)
+        k_val, k_idx = write_act(scores), slots     of product_key_topk(Wk_write(x), num_writes)
+        q_val, q_idx = read_act(scores), slots      of product_key_topk(Wq_read(x), num_reads)
+        y      = sdm_write_read(bank, k_idx, k_val, v, beta, g, q_idx, q_val)
+        out    = Wo(readings_norm(y) * sigmoid(Wog(x)))         (norm and gate: optional)
+
+    Parameters
+    ----------
+    args : SparseDeltaMemoryArgs
+        Shape and options; ``dim`` must be set.
+    layer_id : int
+        The layer's place in its model, for messages and repr.
+
+    Attributes
+    ----------
+    statistics : dict of str to Tensor
+        Detached measurements of the latest forward: see :func:`~sdm_rt.layer.statistics.access_statistics`
+        (log_memory_access_stats) and :func:`~sdm_rt.layer.statistics.norm_statistics` (log_memory_norms).
+        Empty without either option.
+
+    Notes
+    -----
+    Linear modules: ``Wq_read``, ``Wk_write`` (dim -> H * sum of factor widths), ``Wv_write``, ``Wo``, ``Wog``
+    (dim -> dim), ``a_proj``, ``b_proj`` (dim -> H). Parameters: ``A_log``, ``dt_bias`` [H], ``memory``
+    [H*S, D]. Norms: ``query_bn``, ``key_bn``, ``readings_norm``. ``Wog``, ``memory`` and the norms exist
+    where their options ask for them. ``A_log`` and ``dt_bias`` carry ``_no_weight_decay``, ``memory`` carries
+    ``_sdm_memory_bank``, for optimizers to group by.
+    """
+
+    def __init__(self, args: SparseDeltaMemoryArgs, layer_id: int) -> None:
+        super().__init__()
+        if not isinstance(args, SparseDeltaMemoryArgs):
+            raise TypeError(f"args: expected SparseDeltaMemoryArgs, got {type(args).__name__}")
+        args.validate()
+        if args.dim == -1:
+            raise ValueError("dim: expected a value at least 1 to build a layer, got -1 (not set)")
+        self.args = args
+        self.layer_id = layer_id
+        self.num_heads = args.num_heads
+        self.head_dim = args.head_dim
+        self.slots_per_head = args.slots_per_head
+        self.factors = args.factors
+        self.statistics: dict[str, Tensor] = {}
+
+        dim, heads, key_width = args.dim, args.num_heads, args.num_heads * sum(args.factors)
+        self.Wq_read = nn.Linear(dim, key_width)
+        self.Wk_write = nn.Linear(dim, key_width)
+        self.Wv_write = nn.Linear(dim, dim)
+        self.a_proj = nn.Linear(dim, heads)
+        self.b_proj = nn.Linear(dim, heads)
+        self.Wo = nn.Linear(dim, dim)
+        self.Wog = nn.Linear(dim, dim) if args.output_gate else None
+        self.A_log = nn.Parameter(torch.empty(heads))
+        self.dt_bias = nn.Parameter(torch.empty(heads))
+        for parameter in (self.A_log, self.dt_bias):
+            parameter._no_weight_decay = True  # type: ignore[attr-defined]
+        self.memory: nn.Parameter | None
+        if args.backprop_on_memory:
+            self.memory = nn.Parameter(torch.empty(heads * args.slots_per_head, args.head_dim))
+            self.memory._sdm_memory_bank = True  # type: ignore[attr-defined]
+        else:
+            self.register_parameter("memory", None)
+        self.read_act = make_activation(args.read_act, args.read_act_scale)
+        self.write_act = make_activation(args.write_act, args.write_act_scale)
+        self.readings_norm = nn.LayerNorm(args.head_dim, args.norm_eps) if args.normalize_readings else None
+        self.query_bn = nn.BatchNorm1d(key_width) if args.query_batchnorm else None
+        self.key_bn = nn.BatchNorm1d(key_width) if args.query_batchnorm else None
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(
+        self, init_std: float | None = None, factor: float = 1.0, width_scaling: float | None = None
+    ) -> None:
+        """Draw every parameter anew from torch's global generator.
+
+        Weights and the learned bank come from a normal distribution cut at 3 standard deviations, biases are
+        0, ``A_log`` is the logarithm of a uniform number of ``A_init_range``, and ``dt_bias`` makes
+        softplus(dt_bias) log-uniform in [1e-3, 1e-1]. Norms return to their initial state, with their running
+        statistics.
+
+        Parameters
+        ----------
+        init_std : float, optional
+            The standard deviation; default dim ** -0.5.
+        factor : float
+            Divides the standard deviation of ``Wo``.
+        width_scaling : float, optional
+            Multiplies the standard deviation of every projection, not that of the bank; default 1.
+        """
+        std = self.args.dim**-0.5 if init_std is None else init_std
+        projection_std = std if width_scaling is None else std * width_scaling
+        for name, value in (("init_std", std), ("factor", factor), ("width_scaling", projection_std / std)):
+            if not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"{name}: expected a positive number, got {value}")
+        for projection in (
+            self.Wq_read,
+            self.Wk_write,
+            self.Wv_write,
+            self.a_proj,
+            self.b_proj,
+            self.Wog,
+            self.Wo,
+        ):
+            if projection is not None:
+                _trunc_normal_(projection.weight, projection_std / (factor if projection is self.Wo else 1.0))
+                nn.init.zeros_(projection.bias)
+        if self.memory is not None:
+            _trunc_normal_(self.memory, std)
+        self.A_log.uniform_(*self.args.A_init_range).clamp_(min=_SMALLEST_DECAY_RATE).log_()
+        time_step = (
+            self.dt_bias.uniform_(*map(math.log, _TIME_STEP_RANGE)).exp_().clamp_(min=_SMALLEST_TIME_STEP)
+        )
+        time_step.add_(torch.log(-torch.expm1(-time_step)))  # the inverse of softplus
+        for norm in (self.readings_norm, self.query_bn, self.key_bn):
+            if norm is not None:
+                norm.reset_parameters()
+
+    def create_kv_cache(
+        self,
+        bsz: int,
+        seq_len: int,
+        dtype: torch.dtype,
+        device: torch.device | str | None = None,
+        initial_memory: Tensor | None = None,
+    ) -> SDMLayerState:
+        """Return a state before the first token, to pass as ``cache``.
+
+        Parameters
+        ----------
+        bsz : int
+            B, sequences.
+        seq_len : int
+            Tokens to come; accepted for compatibility, since the bank's size does not depend on it.
+        dtype : torch.dtype
+            The bank's dtype: float32, bfloat16, float16, on the CPU also float64.
+        device : torch.device, optional
+            Default: the layer's.
+        initial_memory : Tensor, optional
+            The bank to start from, [H*S, D] for every sequence or [B*H*S, D]; copied. Default: the learned
+            initial bank, or zeros.
+        """
+        check_int("bsz", bsz, 0, None)
+        check_int("seq_len", seq_len, 0, None)
+        if dtype not in BANK_DTYPES:
+            raise TypeError(f"dtype: expected float64, float32, bfloat16 or float16, got {dtype}")
+        rows = self.num_heads * self.slots_per_head
+        if initial_memory is None:
+            initial = self._initial_bank()
+        else:
+            shapes = [(rows, self.head_dim), (bsz * rows, self.head_dim)]
+            if tuple(initial_memory.shape) not in shapes:
+                raise ValueError(
+                    f"initial_memory: expected shape [H*S, D] = {list(shapes[0])} or [B*H*S, D] = "
+                    f"{list(shapes[1])}, got {list(initial_memory.shape)}"
+                )
+            initial = initial_memory.detach().clone()
+        bank = torch.empty(bsz * rows, self.head_dim, dtype=dtype, device=device or self.Wo.weight.device)
+        state = SDMLayerState(bank, initial=initial)
+        state.reset()
+        return state
+
+    def forward(
+        self,
+        x: Tensor,
+        freqs_cis: Any = None,
+        mask: Any = None,
+        cache: Cache | None = None,
+        *,
+        lengths: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> tuple[Tensor, Cache]:
+        """Mix the tokens of each sequence.
+
+        Parameters
+        ----------
+        x : Tensor
+            [B, T, dim], [B*T, dim] where ``freqs_cis`` has T rows, or [sum T, dim] with ``cu_seqlens``.
+        freqs_cis : Tensor, optional
+            Accepted for compatibility; only its first dimension counts, and only for x of rank 2.
+        mask : optional
+            Accepted for compatibility, without effect: the layer is causal, and ``lengths`` says what is
+            padding.
+        cache : Cache, optional
+            Continue from its bank, which is advanced in place. Default: start from the initial bank.
+        lengths : Tensor, optional
+            [B], int32 or int64: the tokens of each sequence in padded x. What lies behind changes nothing,
+            gets outputs and gradients of 0, and does not enter BatchNorm statistics.
+        cu_seqlens : Tensor, optional
+            [B+1], int32 or int64: the first row of each sequence in packed x, then the number of rows.
+        max_seqlen : int, optional
+            An upper bound of the packed lengths; required on a GPU.
+
+        Returns
+        -------
+        output : Tensor
+            Like ``x``, in the dtype of the projections' output.
+        state : SDMLayerState
+            ``cache`` where one was given. A backward through the call returns its bank to what it was before
+            the call: clone ``state.memory`` first to carry it on.
+
+        Raises
+        ------
+        ValueError, TypeError
+            An argument that does not fit; the message names it, and nothing has changed then.
+        """
+        if isinstance(mask, Tensor):
+            _warn_mask_has_no_effect()
+        layout = self._resolve(x, freqs_cis, cache, lengths, cu_seqlens, max_seqlen)
+        rows = _zero_padding(x.reshape(-1, self.args.dim), layout)  # [N, dim]
+
+        v = self.Wv_write(rows)
+        k_score, k_idx = self._select(self.Wk_write(rows), self.key_bn, self.args.num_writes, layout)
+        q_score, q_idx = self._select(self.Wq_read(rows), self.query_bn, self.args.num_reads, layout)
+        k_val, q_val = self.write_act(k_score), self.read_act(q_score)  # [N, H, W], [N, H, R]
+        gate_dtype = torch.promote_types(v.dtype, torch.float32)
+        beta = torch.sigmoid(self.b_proj(rows).to(gate_dtype)).unsqueeze(-1)  # [N, H, 1]
+        g = self._log_decay(rows, k_val, gate_dtype)  # [N, H, 1 or W]
+        values = v.view(v.shape[0], self.num_heads, self.head_dim)
+
+        bank, state = self._bank(cache, layout, v)
+        slots = self.slots_per_head
+        entries = _Entries(
+            k_idx=layout.bank_rows(k_idx, slots),
+            k_val=layout.to_streams(k_val),
+            v=layout.to_streams(values),
+            beta=layout.to_streams(beta),
+            g=layout.to_streams(g),
+            q_idx=layout.bank_rows(q_idx, slots),
+            q_val=layout.to_streams(q_val),
+        )
+        readings = layout.from_streams(self._advance(bank, entries, layout, decodes=cache is not None))
+        state.update_(state.state[0], layout.tokens)
+        if self.args.log_memory_access_stats or self.args.log_memory_norms:
+            self._measure(state, k_idx, q_idx, values, readings, layout)
+
+        out = readings.to(v.dtype)  # [N, H, D]
+        if self.readings_norm is not None:
+            out = self.readings_norm(out)
+        out = out.flatten(1)
+        if self.Wog is not None:
+            out = out * torch.sigmoid(self.Wog(rows))
+        return _zero_padding(self.Wo(out), layout).view(x.shape), state
+
+    def _resolve(
+        self,
+        x: Any,
+        freqs_cis: Any,
+        cache: Any,
+        lengths: Tensor | None,
+        cu_seqlens: Tensor | None,
+        max_seqlen: int | None,
+    ) -> TokenLayout:
+        """Check the arguments of a call; return where its tokens lie."""
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x: expected a torch.Tensor, got {type(x).__name__}")
+        if x.dim() not in (2, 3) or x.shape[-1] != self.args.dim:
+            raise ValueError(
+                f"x: expected shape [B, T, dim] or [N, dim] with dim = {self.args.dim}, got {list(x.shape)}"
+            )
+        layout = resolve_layout(x, self.num_heads, freqs_cis, lengths, cu_seqlens, max_seqlen)
+        if cache is not None:
+            if not isinstance(cache, Cache):
+                raise TypeError(f"cache: expected a Cache, got {type(cache).__name__}")
+            bank = cache.state[0]
+            expected = [layout.sequences * self.num_heads * self.slots_per_head, self.head_dim]
+            if list(bank.shape) != expected:
+                raise ValueError(
+                    f"cache: expected a bank [B*H*S, D] = {expected} for B = {layout.sequences}, got "
+                    f"{list(bank.shape)}"
+                )
+            check_one_device({"x": x, "cache": bank})
+        return layout
+
+    def _select(
+        self, keys: Tensor, norm: nn.Module | None, count: int, layout: TokenLayout
+    ) -> tuple[Tensor, Tensor]:
+        """Return scores and slots [N, H, count] of projected keys or queries [N, H * sum(n_f)]."""
+        if norm is not None and keys.shape[0]:
+            keys = _normalize_tokens(norm, keys, layout.is_real)
+        return product_key_topk(
+            keys.view(keys.shape[0], self.num_heads, sum(self.factors)), self.factors, count
+        )
+
+    def _log_decay(self, rows: Tensor, k_val: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return g, [N, H, 1], or [N, H, W] with key_weighted_decay."""
+        time_step = F.softplus(self.a_proj(rows).to(dtype) + self.dt_bias.to(dtype))
+        g = (-self.A_log.to(dtype).exp() * time_step).unsqueeze(-1)
+        return g * k_val.to(dtype) if self.args.key_weighted_decay else g
+
+    def _initial_bank(self) -> Tensor:
+        """Return the rows that fill a sequence's bank at its start: the learned [H*S, D], or one of zeros."""
+        return self.Wo.weight.new_zeros(1, self.head_dim) if self.memory is None else self.memory
+
+    def _bank(self, cache: Cache | None, layout: TokenLayout, v: Tensor) -> tuple[Tensor, Cache]:
+        """Return the bank that the call advances, and the state that holds it."""
+        if cache is not None:
+            return cache.state[0], cache
+        rows = layout.sequences * self.num_heads * self.slots_per_head
+        initial = self._initial_bank()
+        # repeat() copies even for one sequence, and sums gradients over the batch.
+        bank = initial.to(v.dtype).repeat(rows // initial.shape[0], 1)
+        return bank, SDMLayerState(bank, initial=initial)
+
+    def _advance(self, bank: Tensor, entries: _Entries, layout: TokenLayout, decodes: bool) -> Tensor:
+        """Run the op on the bank in place; a continued single token without a backward by the decode step."""
+        needs_backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (bank, *entries))
+        if decodes and not needs_backward and isinstance(layout, PaddedLayout) and layout.tokens == 1:
+            readings: Tensor = sdm_decode_step(bank, *entries, lengths=layout.stream_lengths)
+            return readings
+        return sdm_write_read(
+            bank,
+            *entries,
+            chunk_size=self.args.tokens_per_chunk,
+            num_memory_slots=self.slots_per_head,
+            num_parallel=layout.sequences * self.num_heads,
+            snapshot_quant=self.args.snapshot_quant,
+            key_weighted_decay=self.args.key_weighted_decay,
+            grad_bank_fp32=self.args.grad_bank_fp32,
+            lengths=layout.stream_lengths,
+            cu_seqlens=layout.stream_offsets,
+            max_seqlen=layout.tokens,
+        )
+
+    def _measure(
+        self,
+        state: Cache,
+        k_idx: Tensor,
+        q_idx: Tensor,
+        values: Tensor,
+        readings: Tensor,
+        layout: TokenLayout,
+    ) -> None:
+        self.statistics = {}
+        slots = self.slots_per_head
+        if self.args.log_memory_access_stats:
+            self.statistics |= access_statistics(k_idx, q_idx, slots, layout.is_real)
+        if self.args.log_memory_norms:
+            self.statistics |= norm_statistics(state.state[0], values, readings, slots, layout.is_real)
+
+    def extra_repr(self) -> str:
+        """Return the layer's shape for its repr."""
+        args = self.args
+        return (
+            f"layer_id={self.layer_id}, dim={args.dim}, num_heads={args.num_heads}, "
+            f"slots_per_head={args.slots_per_head}, factors={self.factors}, num_writes={args.num_writes}, "
+            f"num_reads={args.num_reads}"
+        )
+
+
+def _trunc_normal_(weight: Tensor, std: float) -> None:
+    nn.init.trunc_normal_(weight, std=std, a=-3 * std, b=3 * std)
+
+
+def _zero_padding(rows: Tensor, layout: TokenLayout) -> Tensor:
+    """Return [N, *] with rows of padding replaced by zeros: no NaN there reaches a weight's gradient."""
+    return rows if layout.is_real is None else rows.masked_fill(~layout.is_real.unsqueeze(-1), 0.0)
+
+
+def _normalize_tokens(norm: nn.Module, keys: Tensor, is_real: Tensor | None) -> Tensor:
+    """Apply BatchNorm to the real tokens among ``keys`` [N, columns]; in training, padding must not count.
+
+    Finding the rows waits for the device; packed inputs have no padding to leave out.
+    """
+    if is_real is None or not norm.training:
+        normalized: Tensor = norm(keys)
+        return normalized
+    rows = is_real.nonzero().squeeze(-1)
+    if rows.numel() == 0:
+        return keys
+    real: Tensor = norm(keys.index_select(0, rows))
+    return torch.zeros_like(keys, dtype=real.dtype).index_copy(0, rows, real)
+
+
+@functools.cache
+def _warn_mask_has_no_effect() -> None:
+    warnings.warn(
+        "SparseDeltaMemory: mask has no effect, the layer is causal; pass lengths (or cu_seqlens) to leave "
+        "padding out",
+        UserWarning,
+        stacklevel=5,  # past forward and the module's two call wrappers
+    )

@@ -1,0 +1,254 @@
+"""Where the tokens of a layer call lie, and the way to the op's streams and back.
+
+A layer works on rows [N, *], one a token, sequence after sequence. The op works on streams: stream
+p = b*H + h is head h of sequence b.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sdm_rt.ops.checks import check_int, check_one_device, check_stream_lengths, check_stream_offsets
+
+__all__ = ["PackedLayout", "PaddedLayout", "TokenLayout", "resolve_layout"]
+
+_LENGTH_DTYPES = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True)
+class PaddedLayout:
+    """B sequences of T rows each, of which the first ``lengths[b]`` are tokens and the rest is padding.
+
+    Parameters
+    ----------
+    sequences, heads, tokens : int
+        B, H and T.
+    lengths : Tensor, optional
+        [B]; None where every row is a token.
+    """
+
+    sequences: int
+    heads: int
+    tokens: int
+    lengths: Tensor | None
+
+    @cached_property
+    def is_real(self) -> Tensor | None:
+        """Bool [N], False for padding; None where every row is a token."""
+        if self.lengths is None:
+            return None
+        positions = torch.arange(self.tokens, device=self.lengths.device)
+        return (positions < self.lengths.unsqueeze(-1)).flatten()
+
+    def to_streams(self, x: Tensor) -> Tensor:
+        """Return [N, H, w] as [P, T, w]."""
+        by_token = x.view(self.sequences, self.tokens, self.heads, x.shape[-1])
+        return by_token.transpose(1, 2).flatten(0, 1)
+
+    def bank_rows(self, idx: Tensor, slots: int) -> Tensor:
+        """Return slots [N, H, w] of a stream as rows [P, T, w] of the whole bank."""
+        first_rows = torch.arange(self.sequences * self.heads, device=idx.device) * slots
+        return self.to_streams(idx) + first_rows.view(-1, 1, 1)
+
+    def from_streams(self, readings: Tensor) -> Tensor:
+        """Return readings [P*T, D] as [N, H, D]."""
+        by_stream = readings.view(self.sequences, self.heads, self.tokens, readings.shape[-1])
+        return by_stream.transpose(1, 2).flatten(0, 1)
+
+    @property
+    def stream_lengths(self) -> Tensor | None:
+        """The op's ``lengths`` [P]."""
+        return None if self.lengths is None else self.lengths.repeat_interleave(self.heads)
+
+    @property
+    def stream_offsets(self) -> Tensor | None:
+        """The op's ``cu_seqlens``: none, since the streams are padded."""
+        return None
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """B sequences of any lengths, one after another.
+
+    Parameters
+    ----------
+    sequences, heads : int
+        B and H.
+    tokens : int
+        An upper bound of the lengths.
+    rows : int
+        N, the sum of the lengths.
+    cu_seqlens : Tensor
+        [B+1], the first row of each sequence, then N.
+    """
+
+    sequences: int
+    heads: int
+    tokens: int
+    rows: int
+    cu_seqlens: Tensor
+
+    @property
+    def is_real(self) -> Tensor | None:
+        """None: every row is a token."""
+        return None
+
+    @cached_property
+    def _first_stream_rows(self) -> Tensor:
+        """int64 [B, H]: the first row of each stream, streams packed one after another."""
+        heads = torch.arange(self.heads, device=self.cu_seqlens.device)
+        return self.cu_seqlens[:-1, None].long() * self.heads + self.cu_seqlens.diff()[:, None] * heads
+
+    @cached_property
+    def _sequence_of_row(self) -> Tensor:
+        """int64 [N]: the sequence of each row."""
+        rows = torch.arange(self.rows, device=self.cu_seqlens.device)
+        return torch.bucketize(rows, self.cu_seqlens[1:], right=True)
+
+    @cached_property
+    def _stream_row_of_token(self) -> Tensor:
+        """int64 [N*H]: where row n, head h of the layer lies among the rows of the packed streams."""
+        rows = torch.arange(self.rows, device=self.cu_seqlens.device)
+        positions = rows - self.cu_seqlens[self._sequence_of_row]
+        return (self._first_stream_rows[self._sequence_of_row] + positions[:, None]).flatten()
+
+    @cached_property
+    def _token_of_stream_row(self) -> Tensor:
+        """int64 [N*H], the inverse permutation."""
+        forward = self._stream_row_of_token
+        inverse = torch.empty_like(forward)
+        return inverse.scatter_(0, forward, torch.arange(len(forward), device=forward.device))
+
+    def to_streams(self, x: Tensor) -> Tensor:
+        """Return [N, H, w] as [N*H, w], stream after stream."""
+        return _permute_rows(x.flatten(0, 1), self._token_of_stream_row, self._stream_row_of_token)
+
+    def bank_rows(self, idx: Tensor, slots: int) -> Tensor:
+        """Return slots [N, H, w] of a stream as rows [N*H, w] of the whole bank, stream after stream."""
+        heads = torch.arange(self.heads, device=idx.device)
+        streams = self._sequence_of_row[:, None] * self.heads + heads  # [N, H]
+        return self.to_streams(idx + (streams * slots).unsqueeze(-1))
+
+    def from_streams(self, readings: Tensor) -> Tensor:
+        """Return readings [N*H, D], stream after stream, as [N, H, D]."""
+        by_token = _permute_rows(readings, self._stream_row_of_token, self._token_of_stream_row)
+        return by_token.view(self.rows, self.heads, readings.shape[-1])
+
+    @property
+    def stream_lengths(self) -> Tensor | None:
+        """The op's ``lengths``: none, since the streams are packed."""
+        return None
+
+    @property
+    def stream_offsets(self) -> Tensor | None:
+        """The op's ``cu_seqlens`` [P+1]."""
+        end = self.cu_seqlens[-1:].long() * self.heads
+        return torch.cat([self._first_stream_rows.flatten(), end])
+
+
+TokenLayout = PaddedLayout | PackedLayout
+
+
+def resolve_layout(
+    x: Tensor,
+    heads: int,
+    freqs_cis: Any,
+    lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int | None,
+) -> TokenLayout:
+    """Find where the tokens of ``x`` lie.
+
+    Parameters
+    ----------
+    x : Tensor
+        [B, T, dim], [B*T, dim], or [sum T, dim] with ``cu_seqlens``.
+    heads : int
+        H.
+    freqs_cis : Tensor, optional
+        Only its first dimension counts: T, where x is [B*T, dim].
+    lengths, cu_seqlens, max_seqlen
+        As :class:`~sdm_rt.layer.layer.SparseDeltaMemory` takes them.
+
+    Raises
+    ------
+    ValueError, TypeError
+        A shape, dtype, device or (on the CPU) value that does not fit; the message names the argument.
+    """
+    if lengths is not None and cu_seqlens is not None:
+        raise ValueError("lengths: expected either lengths (padded x) or cu_seqlens (packed x), got both")
+    if max_seqlen is not None:
+        check_int("max_seqlen", max_seqlen, 0, None)
+    if cu_seqlens is not None:
+        return _resolve_packed(x, heads, cu_seqlens, max_seqlen)
+    if x.dim() == 3:
+        sequences, tokens = x.shape[:2]
+    else:
+        if freqs_cis is None:
+            raise ValueError(
+                f"x: expected shape [B, T, dim], or [B*T, dim] with freqs_cis of T rows, or [sum T, dim] "
+                f"with cu_seqlens, got {list(x.shape)} without either"
+            )
+        tokens = freqs_cis.shape[0]
+        if x.shape[0] % max(tokens, 1) or (tokens == 0 and x.shape[0]):
+            raise ValueError(
+                f"x: expected shape [B*T, dim] with T = {tokens}, the rows of freqs_cis, got {list(x.shape)}"
+            )
+        sequences = x.shape[0] // max(tokens, 1)
+    if lengths is not None:
+        _check_vector("lengths", lengths, sequences, "B", x)
+        if x.device.type == "cpu":
+            check_stream_lengths(lengths, tokens)
+    return PaddedLayout(sequences, heads, tokens, lengths)
+
+
+def _resolve_packed(x: Tensor, heads: int, cu_seqlens: Tensor, max_seqlen: int | None) -> PackedLayout:
+    if x.dim() != 2:
+        raise ValueError(f"x: expected shape [sum T, dim] with cu_seqlens, got {list(x.shape)}")
+    sequences = max(cu_seqlens.shape[0] - 1, 0) if isinstance(cu_seqlens, Tensor) and cu_seqlens.dim() else 0
+    _check_vector("cu_seqlens", cu_seqlens, sequences + 1, "B+1", x)
+    rows = x.shape[0]
+    if x.device.type == "cpu":
+        offsets = check_stream_offsets(cu_seqlens, rows, max_seqlen)
+        longest = max((end - start for start, end in pairwise(offsets)), default=0)
+        return PackedLayout(sequences, heads, longest, rows, cu_seqlens)
+    if max_seqlen is None:
+        raise ValueError(
+            f"max_seqlen: expected an upper bound of the lengths with cu_seqlens on {x.device}, since the "
+            f"host must not wait for it, got None"
+        )
+    return PackedLayout(sequences, heads, max_seqlen, rows, cu_seqlens)
+
+
+def _check_vector(name: str, vector: Any, count: int, symbol: str, x: Tensor) -> None:
+    if not isinstance(vector, Tensor) or vector.dtype not in _LENGTH_DTYPES:
+        got = vector.dtype if isinstance(vector, Tensor) else type(vector).__name__
+        raise TypeError(f"{name}: expected a tensor of dtype int32 or int64, got {got}")
+    if tuple(vector.shape) != (count,):
+        raise ValueError(f"{name}: expected shape [{symbol}] = [{count}], got {list(vector.shape)}")
+    check_one_device({"x": x, name: vector})
+
+
+def _permute_rows(x: Tensor, forward: Tensor, inverse: Tensor) -> Tensor:
+    rows: Tensor = _PermuteRows.apply(x, forward, inverse)  # type: ignore[no-untyped-call]
+    return rows
+
+
+class _PermuteRows(torch.autograd.Function):
+    """``x[forward]`` whose backward gathers by the inverse, where indexing would add."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(forward, inverse)
+        return x.index_select(0, forward)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        forward, inverse = ctx.saved_tensors
+        return _permute_rows(grad, inverse, forward), None, None

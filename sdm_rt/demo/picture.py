@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm
@@ -18,7 +19,7 @@ from sdm_rt.demo.training import History
 
 __all__ = ["draw"]
 
-SDM_COLOR, BASELINE_COLOR, UNIGRAM_COLOR = "#1f5fa8", "#d9772b", "#666666"
+Runs: TypeAlias = Sequence[tuple[str, str, History]]  # label, colour, what was measured
 
 
 def draw(path: Path, sdm: History, baseline: History, unigram: float, slot_use: Sequence[SlotUse]) -> None:
@@ -39,8 +40,9 @@ def draw(path: Path, sdm: History, baseline: History, unigram: float, slot_use: 
     figure = Figure(figsize=(12, 4.2 + 3.2 * rows), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(1 + rows, 2, height_ratios=[1.35] + [1.0] * rows)
-    _validation_curves(figure.add_subplot(grid[0, 0]), sdm, baseline, unigram)
-    _loss_curves(figure.add_subplot(grid[0, 1]), sdm, baseline)
+    runs = (("SDM layers removed", "#d9772b", baseline), ("with SDM layers", "#1f5fa8", sdm))
+    _validation_curves(figure.add_subplot(grid[0, 0]), runs, unigram)
+    _loss_curves(figure.add_subplot(grid[0, 1]), runs)
     for row, use in enumerate(slot_use):
         for column, (what, counts) in enumerate((("writes", use.writes), ("reads", use.reads))):
             axes = figure.add_subplot(grid[1 + row, column])
@@ -48,22 +50,21 @@ def draw(path: Path, sdm: History, baseline: History, unigram: float, slot_use: 
     figure.savefig(path)
 
 
-def _validation_curves(axes: Axes, sdm: History, baseline: History, unigram: float) -> None:
-    for history, color, label in (
-        (baseline, BASELINE_COLOR, "SDM layers removed"),
-        (sdm, SDM_COLOR, "with SDM layers"),
-    ):
-        axes.plot(history.evaluated_steps, history.validation, "o-", color=color, label=label, markersize=4)
-        _label_last(axes, history.evaluated_steps[-1], history.validation[-1], color)
-    axes.axhline(unigram, color=UNIGRAM_COLOR, linestyle="--", label=f"unigram, {unigram:.2f}")
+def _validation_curves(axes: Axes, runs: Runs, unigram: float) -> None:
+    for label, color, history in runs:
+        steps, bits = history.evaluated_steps, history.validation
+        axes.plot(
+            steps, bits, "o-", color=color, markersize=4, label=f"{label}: {bits[0]:.2f} → {bits[-1]:.3f}"
+        )
+    axes.axhline(unigram, color="#666666", linestyle="--", label=f"unigram: {unigram:.2f}")
+    ends = [unigram, *(history.validation[-1] for _, _, history in runs)]
+    # The untrained models' 8 bits and more would flatten everything else; the legend gives them.
+    axes.set_ylim(min(ends) - 0.2, max(ends) + 0.4)
     _decorate(axes, "Validation text", "bits per byte")
 
 
-def _loss_curves(axes: Axes, sdm: History, baseline: History) -> None:
-    for history, color, label in (
-        (baseline, BASELINE_COLOR, "SDM layers removed"),
-        (sdm, SDM_COLOR, "with SDM layers"),
-    ):
+def _loss_curves(axes: Axes, runs: Runs) -> None:
+    for label, color, history in runs:
         bits = np.asarray(history.losses)
         width = max(1, len(bits) // 40)
         smooth = np.convolve(bits, np.full(width, 1 / width), mode="valid")
@@ -79,28 +80,19 @@ def _slot_map(figure: Figure, axes: Axes, title: str, counts: Tensor) -> None:
     gap = np.full((height, max(1, width // 16)), np.nan)
     tiles: list[Any] = []
     for head in counts.numpy():
-        tiles += [np.where(head > 0, head, np.nan), gap]
-    image = axes.imshow(
-        np.concatenate(tiles[:-1], axis=1),
-        cmap="viridis",
-        norm=LogNorm(1, max(2, int(counts.max()))),
-        aspect="equal",
-    )
-    axes.set_title(
-        f"{title}, {(counts > 0).double().mean():.0%} of {counts.numel():,} slots used", fontsize=10
-    )
+        tiles += [np.where(head > 0, head, 0.5), gap]  # 0.5 lies under the colour scale: an unused slot
+    colors = colormaps["viridis"].with_extremes(under="#e4e4e4", bad="none")
+    scale = LogNorm(1, max(2, int(counts.max())))
+    image = axes.imshow(np.concatenate(tiles[:-1], axis=1), cmap=colors, norm=scale, aspect="equal")
+    used = (counts > 0).double().mean().item()
+    axes.set_title(f"{title}, {used:.0%} of {counts.numel():,} slots used", fontsize=10)
     axes.set_xticks([head * (width + gap.shape[1]) + width / 2 for head in range(heads)])
     axes.set_xticklabels([f"head {head + 1}: second key factor" for head in range(heads)], fontsize=8)
     axes.tick_params(axis="x", length=0)
     axes.set_yticks([])
     axes.set_ylabel("first key factor", fontsize=8)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
+    axes.spines[:].set_visible(False)
     figure.colorbar(image, ax=axes, label="times selected", shrink=0.9)
-
-
-def _label_last(axes: Axes, x: float, y: float, color: str) -> None:
-    axes.annotate(f"{y:.2f}", (x, y), xytext=(4, 4), textcoords="offset points", color=color, fontsize=9)
 
 
 def _decorate(axes: Axes, title: str, ylabel: str) -> None:

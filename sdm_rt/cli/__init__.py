@@ -16,13 +16,16 @@ __all__ = ["main"]
 COMMANDS: dict[str, str] = {
     "demo": "train a small byte-level language model on real text",
     "doctor": "say what works, what is missing and the command that fixes it",
+    "plan": "print the launches, shared memory, bytes moved and time floor of a call, without a GPU",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: the process's own) and return its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(prog="sdm-rt", description="Sparse Delta Memory with run-time compiled kernels.")
+    parser = argparse.ArgumentParser(
+        prog="sdm-rt", description="Sparse Delta Memory with run-time compiled kernels."
+    )
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, summary in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=summary, description=summary)

@@ -31,10 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--streams", type=int, default=1, metavar="P", help="batch x heads (default 1)")
     parser.add_argument("--tokens", type=int, default=4096, metavar="T", help="of a stream (default 4096)")
     parser.add_argument("--chunk", type=int, default=64, metavar="C", help="tokens of a chunk (default 64)")
-    parser.add_argument(
-        "--writes", type=int, default=64, metavar="W", help="slots a token writes (default 64)"
-    )
-    parser.add_argument("--reads", type=int, default=64, metavar="R", help="slots a token reads (default 64)")
+    parser.add_argument("--writes", type=int, default=64, metavar="W", help="of a token (default 64)")
+    parser.add_argument("--reads", type=int, default=64, metavar="R", help="of a token (default 64)")
     parser.add_argument("--head-dim", type=int, default=1024, metavar="D", help="bank columns (default 1024)")
     parser.add_argument("--slots", type=int, default=65536, metavar="S", help="rows a stream (default 65536)")
     parser.add_argument("--dtype", choices=BANK_DTYPES, default="bfloat16", help="of the bank")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sdm_rt.plan.device import DeviceModel, require_supported
-from sdm_rt.plan.forward import sizes
+from sdm_rt.plan.forward import SIZES
 from sdm_rt.plan.kernel_resources import kernel_resources
-from sdm_rt.plan.launch import Launch, LibraryCall, pointers
+from sdm_rt.plan.launch import Launch, LibraryCall, pdl_defines, pointers
 from sdm_rt.plan.shapes import WriteReadShape, dtype_bytes, kernel_type
 from sdm_rt.plan.shared_memory import gates_plan, one_block_per_sm, pairs_plan, phase_a_plan
 from sdm_rt.plan.step_plan import Call, StepPlan
@@ -38,19 +38,19 @@ def _dtypes(shape: WriteReadShape) -> tuple[tuple[str, str], ...]:
     return ("BANK", kernel_type(shape.bank_dtype)), ("GRADIENT", kernel_type(shape.gradient_bank_dtype))
 
 
-def _gwr(shape: WriteReadShape, pdl: bool) -> Launch:
+def _gwr(shape: WriteReadShape, device: DeviceModel, pdl: bool) -> Launch:
     floor = shape.write_rows * shape.gradient_row_bytes
     dots = 4 * shape.writes * _column_blocks(shape)
     per_token = shape.writes * (dtype_bytes(shape.index_dtype) + 8) + 2 * 4 * shape.head_dim + dots
     return Launch(
         name="gwr",
-        kernel=KernelSpec("gwr.cu", ("gwr",), _dtypes(shape)),
+        kernel=KernelSpec("gwr.cu", ("gwr",), (*_dtypes(shape), *pdl_defines(waits=device.pdl))),
         entry="gwr",
         grid=token_grid(shape.step_tokens, shape.head_dim, DOT_COLUMNS),
         block=(THREADS, 1, 1),
         arguments=(
             *pointers("gradient_bank", "k_idx", "k_val", "rex", "delta", "gwr", "d_k_pd_parts"),
-            *sizes(shape),
+            *SIZES,
         ),
         reads=("gradient_bank", "k_idx", "k_val", "rex", "delta"),
         writes=("gwr", "d_k_pd_parts"),
@@ -65,7 +65,8 @@ def _gwr(shape: WriteReadShape, pdl: bool) -> Launch:
 
 def _du_update(shape: WriteReadShape, device: DeviceModel) -> Launch:
     tile = product_tile(shape.chunk)
-    kernel = KernelSpec("du_update.cu", ("du_update",), (*_dtypes(shape)[:1], ("TILE", str(tile))))
+    defines = (_dtypes(shape)[0], *pdl_defines(waits=device.pdl), ("TILE", str(tile)))
+    kernel = KernelSpec("du_update.cu", ("du_update",), defines)
     static = kernel_resources(kernel, "du_update", device).static_shared
     return Launch(
         name="du_update",
@@ -73,7 +74,7 @@ def _du_update(shape: WriteReadShape, device: DeviceModel) -> Launch:
         entry="du_update",
         grid=(shape.streams * ceil_div(shape.chunk, tile), ceil_div(shape.head_dim, tile), 1),
         block=(THREADS, 1, 1),
-        arguments=(*pointers("x", "qx", "grad_readings", "gwr", "lam"), *sizes(shape)),
+        arguments=(*pointers("x", "qx", "grad_readings", "gwr", "lam"), *SIZES),
         reads=("x", "qx", "grad_readings", "gwr"),
         writes=("lam",),
         bytes_moved=_du_bytes(shape),
@@ -89,7 +90,7 @@ def _du_bytes(shape: WriteReadShape) -> int:
     return shape.step_tokens * (triangles + shape.row_bytes + 2 * 4 * shape.head_dim)
 
 
-def _phase_a(shape: WriteReadShape, device: DeviceModel) -> Launch:
+def _phase_a(shape: WriteReadShape, device: DeviceModel, pdl: bool) -> Launch:
     plan = phase_a_plan(shape.chunk, shape.bank_dtype, shape.gradient_bank_dtype, device)
     entries = shape.chunk * shape.writes
     floor = shape.write_rows * (shape.snapshot_row_bytes + shape.gradient_row_bytes + shape.row_bytes)
@@ -102,18 +103,23 @@ def _phase_a(shape: WriteReadShape, device: DeviceModel) -> Launch:
         kernel=KernelSpec(
             "phase_a.cu",
             ("phase_a",),
-            (*_dtypes(shape), ("SNAPSHOT", shape.snapshot), ("WARPS", str(plan.warps))),
+            (
+                *_dtypes(shape),
+                *pdl_defines(waits=pdl),
+                ("SNAPSHOT", shape.snapshot),
+                ("WARPS", str(plan.warps)),
+            ),
         ),
         entry="phase_a",
         grid=entry_grid(shape.streams, entries, ENTRIES_PER_BLOCK, shape.head_dim, DOT_COLUMNS),
         block=(32 * plan.warps, 1, 1),
-        arguments=(*pointers(*reads, "memory", "d_k_eff_parts", "d_tot_parts"), *sizes(shape)),
+        arguments=(*pointers(*reads, "memory", "d_k_eff_parts", "d_tot_parts"), *SIZES),
         reads=reads,
         writes=("gradient_bank", "memory", "d_k_eff_parts", "d_tot_parts"),
         bytes_moved=floor + shape.write_rows * shape.gradient_row_bytes + small,
         floor_bytes=floor,
         shared_memory=plan.shared_memory,
-        pdl=device.pdl,
+        pdl=pdl,
         note=f"{ENTRIES_PER_BLOCK} slot-sorted entries and {DOT_COLUMNS} columns a block, {plan.warps} warps",
     )
 
@@ -128,11 +134,11 @@ def _gds(shape: WriteReadShape, pdl: bool) -> Launch:
     reads = ("memory", "gradient_bank", "payload", "q_idx", "q_w", "grad_readings")
     return Launch(
         name="gds",
-        kernel=KernelSpec("gds.cu", ("gds",), _dtypes(shape)),
+        kernel=KernelSpec("gds.cu", ("gds",), (*_dtypes(shape), *pdl_defines(waits=pdl))),
         entry="gds",
         grid=entry_grid(shape.streams, entries, ENTRIES_PER_BLOCK, shape.head_dim, DOT_COLUMNS),
         block=(THREADS, 1, 1),
-        arguments=(*pointers(*reads, "d_q_w_parts"), *sizes(shape)),
+        arguments=(*pointers(*reads, "d_q_w_parts"), *SIZES),
         reads=reads,
         writes=("gradient_bank", "d_q_w_parts"),
         bytes_moved=floor + small,
@@ -153,7 +159,7 @@ def _column_sum(shape: WriteReadShape) -> Launch:
         entry="column_sum",
         grid=(ceil_div(dots, 4 * SUM_THREADS), 1, 1),
         block=(SUM_THREADS, 1, 1),
-        arguments=(*pointers(*parts, *names), *sizes(shape)[1:]),
+        arguments=(*pointers(*parts, *names), *SIZES[1:]),
         reads=parts,
         writes=names,
         bytes_moved=4 * dots * (_column_blocks(shape) + 1),
@@ -210,14 +216,14 @@ def plan_backward(shape: WriteReadShape, device: DeviceModel) -> StepPlan:
     if shape.streams == 0 or shape.tokens == 0:
         return StepPlan("backward", device, shape, steps=0, first_step=(), step=(), order="descending")
     pdl = device.pdl
-    rest: tuple[Call, ...] = (_du_update(shape, device), _phase_a(shape, device), _gds(shape, pdl))
+    rest: tuple[Call, ...] = (_du_update(shape, device), _phase_a(shape, device, pdl), _gds(shape, pdl))
     return StepPlan(
         "backward",
         device,
         shape,
         steps=shape.chunks,
-        first_step=(_gwr(shape, pdl=False), *rest),
-        step=(_gwr(shape, pdl), *rest),
+        first_step=(_gwr(shape, device, pdl=False), *rest),
+        step=(_gwr(shape, device, pdl), *rest),
         order="descending",
         epilogue=(_column_sum(shape),),
         notes=_phase1_notes(shape, device),
@@ -257,15 +263,10 @@ def plan_reference_backward(
         bytes_moved=_du_bytes(shape),
     )
 
+    exchange: dict[str, Call] = {"du_update": library, "phase_a": _phase_a(shape, device, pdl=False)}
+
     def exchanged(calls: tuple[Call, ...]) -> tuple[Call, ...]:
-        return tuple(
-            library
-            if call.name == "du_update"
-            else replace(call, pdl=False)
-            if isinstance(call, Launch) and call.name == "phase_a"
-            else call
-            for call in calls
-        )
+        return tuple(exchange.get(call.name, call) for call in calls)
 
     return replace(
         plan,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sdm_rt.plan.device import DeviceModel, require_supported
-from sdm_rt.plan.launch import Argument, Launch, pointers
+from sdm_rt.plan.launch import Argument, Launch, pdl_defines, pointers
 from sdm_rt.plan.shapes import DecodeShape, dtype_bytes, kernel_type
 from sdm_rt.plan.step_plan import StepPlan
 from sdm_rt.runtime.kernel import KernelSpec
@@ -37,13 +37,13 @@ def rows_held(shape: DecodeShape) -> int:
 def row_threads(shape: DecodeShape, device: DeviceModel) -> int:
     """Return the threads that share a row in a block; every choice gives the same bits.
 
-    The widest slice of a row, up to a 128-byte line, that still gives each SM a block; never below a 32-byte
-    sector where threads move 16 bytes, nor wider than the row.
+    The widest slice of a row, up to a 128-byte line, that still gives each SM a block; where threads move 16
+    bytes never below a 32-byte sector, and never wider than the row.
     """
     vector = vector_values(shape)
-    widest, narrowest = (LINE_THREADS, SECTOR_THREADS) if vector > 1 else (2 * LINE_THREADS, LINE_THREADS)
+    narrowest = SECTOR_THREADS if vector > 1 else LINE_THREADS
     row = 1 << (-(-shape.head_dim // vector) - 1).bit_length()
-    threads = min(widest, row)
+    threads = min(LINE_THREADS, row)
     while threads > narrowest and shape.streams * -(-shape.head_dim // (threads * vector)) < device.sm_count:
         threads //= 2
     return threads
@@ -52,7 +52,6 @@ def row_threads(shape: DecodeShape, device: DeviceModel) -> int:
 def decode_kernel(shape: DecodeShape, pdl: bool) -> KernelSpec:
     """Return the translation unit of a shape, with or without programmatic dependent launch."""
     rows = str(rows_held(shape))
-    chained = (("SDM_PDL_TRIGGER", "1"), ("SDM_PDL_WAIT", "1")) if pdl else ()
     return KernelSpec(
         "decode.cu",
         (ENTRY,),
@@ -61,7 +60,7 @@ def decode_kernel(shape: DecodeShape, pdl: bool) -> KernelSpec:
             ("GROUPS", str(GROUPS)),
             ("K_ROWS", rows),
             ("Q_ROWS", rows),
-            *chained,
+            *pdl_defines(waits=pdl, triggers=pdl),
             ("VECTOR", str(vector_values(shape))),
         ),
     )

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from sdm_rt.plan.device import DeviceModel, require_supported
-from sdm_rt.plan.launch import Argument, Launch, pointers
+from sdm_rt.plan.launch import Argument, Launch, pdl_defines, pointers
 from sdm_rt.plan.shapes import WriteReadShape, dtype_bytes, kernel_type
 from sdm_rt.plan.shared_memory import require_backward_fits, snapshot_rows
 from sdm_rt.plan.step_plan import StepPlan
@@ -21,19 +19,18 @@ from sdm_rt.plan.tiling import (
 )
 from sdm_rt.runtime.kernel import KernelSpec
 
-__all__ = ["TRIGGER_MAX_CHUNK", "plan_forward", "sizes"]
+__all__ = ["SIZES", "TRIGGER_MAX_CHUNK", "plan_forward"]
 
 TRIGGER_MAX_CHUNK = 64  # up to here the dual matmul is short enough for its dependent to start early
 WRITE_ENTRIES = 64  # slot-sorted entries of a decay-and-write block, eight a warp
 
 
-def sizes(shape: WriteReadShape) -> tuple[Argument, ...]:
-    """Return the integer arguments every stepwise kernel takes; the step is the one that changes."""
-    return (
-        Argument("step", "int32", step_dependent=True),
-        *(Argument(name, "int32") for name in ("T", "C", "W", "R", "D")),
-        Argument("S", "int64"),
-    )
+# The integer arguments every stepwise kernel takes; the step is the one that changes.
+SIZES = (
+    Argument("step", "int32", step_dependent=True),
+    *(Argument(name, "int32") for name in ("T", "C", "W", "R", "D")),
+    Argument("S", "int64"),
+)
 
 
 def _gather(shape: WriteReadShape) -> Launch:
@@ -56,7 +53,7 @@ def _gather(shape: WriteReadShape) -> Launch:
         block=(THREADS, 1, 1),
         arguments=(
             *pointers("memory", "k_idx", "q_idx", "k_eff", "q_w", "retrieved", "inter", *saved),
-            *sizes(shape),
+            *SIZES,
         ),
         reads=("memory", "k_idx", "q_idx", "k_eff", "q_w"),
         writes=("retrieved", "inter", *saved),
@@ -68,7 +65,7 @@ def _gather(shape: WriteReadShape) -> Launch:
     )
 
 
-def _dual_matmul(shape: WriteReadShape) -> Launch:
+def _dual_matmul(shape: WriteReadShape, triggers: bool) -> Launch:
     tile = product_tile(shape.chunk)
     triangles = ("x", "qx", "a") if shape.training else ("x", "qx")
     saved = ("delta", "err") if shape.training else ("delta",)
@@ -83,8 +80,8 @@ def _dual_matmul(shape: WriteReadShape) -> Launch:
             (
                 ("BANK", kernel_type(shape.bank_dtype)),
                 ("SAVE_ERR", str(int(shape.training))),
+                *pdl_defines(waits=False, triggers=triggers),
                 ("TILE", str(tile)),
-                ("TRIGGER", "0"),
             ),
         ),
         entry="dual_matmul",
@@ -92,13 +89,14 @@ def _dual_matmul(shape: WriteReadShape) -> Launch:
         block=(THREADS, 1, 1),
         arguments=(
             *pointers(*triangles, "v", "beta", "retrieved", "inter", *saved, "readings"),
-            *sizes(shape),
+            *SIZES,
         ),
         reads=(*triangles, "v", "beta", "retrieved", "inter"),
         writes=(*saved, "readings"),
         bytes_moved=moved,
         floor_bytes=0,
         shared_memory=product_tile_bytes(shape.chunk, tiles=len(triangles) + 1),
+        triggers=triggers,
         note=f"a tile of {tile} tokens x {tile} columns a block, IEEE float32",
     )
 
@@ -110,11 +108,15 @@ def _decay_write(shape: WriteReadShape, pdl: bool) -> Launch:
     small = shape.streams * entries * (4 + 4 + 4 + 4) + shape.step_tokens * 4 * shape.head_dim
     return Launch(
         name="decay_write",
-        kernel=KernelSpec("decay_write.cu", ("decay_write",), (("BANK", kernel_type(shape.bank_dtype)),)),
+        kernel=KernelSpec(
+            "decay_write.cu",
+            ("decay_write",),
+            (("BANK", kernel_type(shape.bank_dtype)), *pdl_defines(waits=pdl)),
+        ),
         entry="decay_write",
         grid=entry_grid(shape.streams, entries, WRITE_ENTRIES, shape.head_dim, columns),
         block=(THREADS, 1, 1),
-        arguments=(*pointers("memory", "payload", "k_idx", "k_val", "rex", "cpe", "delta"), *sizes(shape)),
+        arguments=(*pointers("memory", "payload", "k_idx", "k_val", "rex", "cpe", "delta"), *SIZES),
         reads=("memory", "payload", "k_idx", "k_val", "rex", "cpe", "delta"),
         writes=("memory",),
         bytes_moved=2 * floor + small,
@@ -123,11 +125,6 @@ def _decay_write(shape: WriteReadShape, pdl: bool) -> Launch:
         pdl=pdl,
         note=f"{WRITE_ENTRIES} slot-sorted entries and {columns} columns a block, rows read again from L2",
     )
-
-
-def _with_trigger(launch: Launch) -> Launch:
-    defines = tuple((name, "1" if name == "TRIGGER" else value) for name, value in launch.kernel.defines)
-    return replace(launch, kernel=replace(launch.kernel, defines=defines), triggers=True)
 
 
 def plan_forward(shape: WriteReadShape, device: DeviceModel) -> StepPlan:
@@ -160,11 +157,9 @@ def plan_forward(shape: WriteReadShape, device: DeviceModel) -> StepPlan:
         require_backward_fits(shape.chunk, shape.bank_dtype, shape.gradient_bank_dtype, device)
     if shape.streams == 0 or shape.tokens == 0:
         return StepPlan("forward", device, shape, steps=0, first_step=(), step=())
-    gather, dual_matmul = _gather(shape), _dual_matmul(shape)
     decay_write = _decay_write(shape, device.pdl)
     wave = decay_write.occupancy(device).wave(device)
-    if device.pdl and shape.chunk <= TRIGGER_MAX_CHUNK and decay_write.blocks <= wave:
-        dual_matmul = _with_trigger(dual_matmul)
+    triggers = device.pdl and shape.chunk <= TRIGGER_MAX_CHUNK and decay_write.blocks <= wave
     notes = [f"decay_write: {decay_write.blocks} blocks, {wave} fit the GPU at once"]
     if shape.training:
         rows, bits = snapshot_rows(shape.chunks, shape.streams, shape.chunk, shape.writes)
@@ -172,7 +167,7 @@ def plan_forward(shape: WriteReadShape, device: DeviceModel) -> StepPlan:
         notes.append(
             f"snapshot: at most {rows:,} rows ({bits}-bit row offsets), buffer {size / 2**30:.2f} GiB"
         )
-    step = (gather, dual_matmul, decay_write)
+    step = (_gather(shape), _dual_matmul(shape, triggers), decay_write)
     return StepPlan(
         "forward", device, shape, steps=shape.chunks, first_step=step, step=step, notes=tuple(notes)
     )

@@ -11,7 +11,7 @@ from sdm_rt.plan.kernel_resources import KernelResources, kernel_resources
 from sdm_rt.plan.occupancy import Occupancy, occupancy
 from sdm_rt.runtime.kernel import KernelSpec
 
-__all__ = ["Argument", "ArgumentKind", "Dim3", "Launch", "LibraryCall", "pointers"]
+__all__ = ["Argument", "ArgumentKind", "Dim3", "Launch", "LibraryCall", "pdl_defines", "pointers"]
 
 ArgumentKind = Literal["pointer", "int32", "int64", "float32"]
 Dim3 = tuple[int, int, int]
@@ -51,6 +51,12 @@ class Argument:
 def pointers(*names: str) -> tuple[Argument, ...]:
     """Return pointer arguments of these names."""
     return tuple(Argument(name, "pointer") for name in names)
+
+
+def pdl_defines(waits: bool, triggers: bool = False) -> tuple[tuple[str, str], ...]:
+    """Return the macros of a kernel that is launched as a programmatic dependent, or triggers its own."""
+    macros = (("SDM_PDL_TRIGGER", triggers), ("SDM_PDL_WAIT", waits))
+    return tuple((name, "1") for name, on in macros if on)
 
 
 def _checked_dimension(what: str, value: Dim3, limits: Dim3) -> None:
@@ -170,6 +176,12 @@ class Launch:
         tensors = {argument.name for argument in self.arguments if argument.kind == "pointer"}
         if unknown := sorted({*self.reads, *self.writes} - tensors):
             raise ValueError(f"{self.name}: reads and writes name no pointer argument: {', '.join(unknown)}")
+        if self.pdl and ("SDM_PDL_WAIT", "1") not in self.kernel.defines:
+            raise ValueError(f"{self.name}: a programmatic dependent needs a kernel with SDM_PDL_WAIT=1")
+        if self.triggers != (("SDM_PDL_TRIGGER", "1") in self.kernel.defines):
+            raise ValueError(
+                f"{self.name}: triggers={self.triggers} contradicts SDM_PDL_TRIGGER of the kernel"
+            )
         if self.shared_memory < 0 or not 0 <= self.floor_bytes <= self.bytes_moved:
             raise ValueError(
                 f"{self.name}: need shared_memory >= 0 and 0 <= floor_bytes <= bytes_moved, got "

@@ -74,8 +74,8 @@ def _refusal(
 ) -> UnsupportedConfigurationError:
     fitting = largest_chunk(device, bank_dtype, gradient_bank_dtype)
     return UnsupportedConfigurationError(
-        f"{what} needs {need:,} bytes of shared memory a block at chunk_size={chunk} with a {bank_dtype} bank "
-        f"and a {gradient_bank_dtype} gradient bank; {device.name} allows "
+        f"{what} needs {need:,} bytes of shared memory a block at chunk_size={chunk} with a "
+        f"{bank_dtype} bank and a {gradient_bank_dtype} gradient bank; {device.name} allows "
         f"{device.shared_memory_per_block:,}. The largest chunk size that fits is chunk_size={fitting}."
     )
 

@@ -1,0 +1,152 @@
+"""The op inside PyTorch's training machinery: inference mode, hooks, checkpointing, autocast."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from sdm_rt import sdm_write_read
+from tests.problems import GRADIENTS, Problem, Result, make_problem, run_op
+from tests.tolerances import assert_same_bits
+
+
+def assert_same_result(got: Result, want: Result) -> None:
+    assert_same_bits("readings", got.readings, want.readings)
+    assert_same_bits("bank", got.bank, want.bank)
+    for name in GRADIENTS:
+        assert_same_bits(f"gradient of {name}", got.gradients[name], want.gradients[name])
+
+
+# Case 13.
+@pytest.mark.parametrize("made_inside", [False, True])
+def test_inference_mode(made_inside: bool) -> None:
+    problem = make_problem(2, 7, 3, 4, 5, 8, writes="repeats")
+    want = run_op(problem, return_final_bank=True)
+    with torch.inference_mode():
+        bank = problem.memory.clone() if made_inside else None
+        tokens = {name: x.clone() if made_inside else x for name, x in problem.inputs().items()}
+    if bank is None:
+        bank = problem.memory.clone()
+    with torch.inference_mode():
+        functional, final = sdm_write_read(bank, **tokens, **problem.options(), return_final_bank=True)
+        assert_same_bits("the caller's bank", bank, problem.memory)
+        readings = sdm_write_read(bank, **tokens, **problem.options())
+    for got in (functional, readings):
+        assert_same_bits("readings", got.view_as(want.readings), want.readings)
+    for got in (final, bank):
+        assert_same_bits("bank", got, want.bank)
+
+
+def test_an_inference_mode_call_still_counts_as_a_change_of_the_bank() -> None:
+    problem = make_problem(2, 7, 3, 4, 5, 8)
+    bank = problem.memory.clone().requires_grad_()
+    readings = sdm_write_read(bank, **problem.inputs(), **problem.options())
+    with torch.inference_mode():
+        sdm_write_read(bank, **problem.inputs(), **problem.options())
+    with pytest.raises(RuntimeError, match="changed between"):
+        readings.sum().backward()
+
+
+# Case 24.
+@pytest.mark.parametrize("return_final_bank", [False, True])
+@pytest.mark.parametrize("snapshot_quant", ["none", "fp8"])
+def test_save_on_cpu(return_final_bank: bool, snapshot_quant: str) -> None:
+    problem = make_problem(2, 7, 3, 4, 5, 8, writes="repeats", gate_per_write=True)
+    want = _gradients(problem, return_final_bank, snapshot_quant)
+    with torch.autograd.graph.save_on_cpu():
+        got = _gradients(problem, return_final_bank, snapshot_quant)
+    for name in GRADIENTS:
+        assert_same_bits(f"gradient of {name}", got[name], want[name])
+
+
+@pytest.mark.parametrize("return_final_bank", [False, True])
+def test_hooks_that_hand_back_another_tensor(return_final_bank: bool) -> None:
+    problem = make_problem(2, 7, 3, 4, 5, 8, writes="repeats", gate_per_write=True)
+    want = _gradients(problem, return_final_bank, "none")
+    packed = []
+
+    def pack(x: Tensor) -> Tensor:
+        copy = x.detach().clone()
+        packed.append(copy)
+        return copy
+
+    # The backward gets yet another tensor, of other strides.
+    def unpack(x: Tensor) -> Tensor:
+        return x.detach().t().clone(memory_format=torch.contiguous_format).t() if x.dim() == 2 else x.clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        got = _gradients(problem, return_final_bank, "none")
+    assert packed
+    for name in GRADIENTS:
+        assert_same_bits(f"gradient of {name}", got[name], want[name])
+
+
+def _gradients(problem: Problem, return_final_bank: bool, snapshot_quant: str) -> dict[str, Tensor]:
+    leaves = {name: getattr(problem, name).clone().requires_grad_() for name in GRADIENTS}
+    arguments = {name: leaves.get(name, x) for name, x in problem.inputs().items()}
+    out = sdm_write_read(
+        leaves["memory"],
+        **arguments,
+        **problem.options(),
+        return_final_bank=return_final_bank,
+        snapshot_quant=snapshot_quant,
+    )
+    outputs = out if return_final_bank else (out,)
+    grads = (problem.grad_readings.flatten(0, 1), problem.grad_bank)[: len(outputs)]
+    torch.autograd.backward(outputs, grads)
+    return {name: leaf.grad for name, leaf in leaves.items()}
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoint_of_chained_segments(use_reentrant: bool) -> None:
+    problem = make_problem(2, 10, 3, 4, 5, 8, writes="repeats", gate_per_write=True)
+    want = run_op(problem, return_final_bank=True)
+    leaves = {name: getattr(problem, name).clone().requires_grad_() for name in GRADIENTS}
+
+    def segment(bank: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        part = {name: leaves.get(name, x)[:, start:stop] for name, x in problem.inputs().items()}
+        return sdm_write_read(bank, **part, **problem.options(), return_final_bank=True)
+
+    bank, parts = leaves["memory"], []
+    for start, stop in ((0, 4), (4, 10)):
+        readings, bank = checkpoint(segment, bank, start, stop, use_reentrant=use_reentrant)
+        parts.append(readings.view(2, stop - start, 5))
+    readings = torch.cat(parts, 1)
+    torch.autograd.backward([readings, bank], [problem.grad_readings, problem.grad_bank])
+    got = Result(readings.detach(), bank.detach(), {name: leaf.grad for name, leaf in leaves.items()})
+    assert_same_result(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_changes_no_bit(dtype: torch.dtype) -> None:
+    problem = make_problem(2, 7, 3, 4, 5, 8, gate_per_write=True).cast(dtype)
+    want = run_op(problem, return_final_bank=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = run_op(problem, return_final_bank=True)
+    assert_same_result(got, want)
+
+
+def test_autocast_projections_feed_a_float32_bank() -> None:
+    problem = make_problem(2, 7, 3, 4, 5, 8).cast(torch.float32)
+    linear = torch.nn.Linear(5, 5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        v = linear(problem.v)
+        assert v.dtype == torch.bfloat16
+        arguments = problem.inputs() | {"v": v}
+        readings = sdm_write_read(problem.memory.clone(), **arguments, **problem.options())
+    assert readings.dtype == torch.float32
+    readings.square().sum().backward()
+    assert bool(linear.weight.grad.isfinite().all())
+    assert bool((linear.weight.grad != 0).any())
+
+
+# Case 14.
+def test_grad_mode_decides_not_the_module_mode() -> None:
+    problem = make_problem(2, 7, 3, 4, 5, 8)
+    v = problem.v.clone().requires_grad_()
+    arguments = problem.inputs() | {"v": v}
+    assert sdm_write_read(problem.memory.clone(), **arguments, **problem.options()).requires_grad
+    with torch.no_grad():
+        assert not sdm_write_read(problem.memory.clone(), **arguments, **problem.options()).requires_grad

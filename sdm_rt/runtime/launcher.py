@@ -1,0 +1,221 @@
+"""Launches prepared once: configuration, arguments and attributes in memory that the driver reads directly.
+
+A prepared launch costs one call of cuLaunchKernelEx; only arguments that changed are rewritten. It belongs to
+the thread that prepared it, since writing arguments and launching are two steps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from sdm_rt import env
+from sdm_rt.runtime import driver
+from sdm_rt.runtime.compile import LoadedModule, kernels
+from sdm_rt.runtime.device import Gpu
+from sdm_rt.runtime.kernel import KernelSpec
+
+__all__ = ["Launchable", "PreparedLaunch", "prepare"]
+
+# Every argument lies in a slot of 8 bytes, little-endian like every host that CUDA runs on.
+SLOT = 8
+_FORMATS = {"pointer": "<Q", "int64": "<q", "int32": "<q", "float32": "<f"}
+_NO_CLUSTER = (1, 1, 1)
+
+
+class _Argument(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def kind(self) -> str: ...
+
+
+class Launchable(Protocol):
+    """What a launch needs of a plan's description of it (``plan.launch.Launch``)."""
+
+    @property
+    def name(self) -> str:
+        """Its role in the plan."""
+
+    @property
+    def kernel(self) -> KernelSpec:
+        """The translation unit."""
+
+    @property
+    def entry(self) -> str:
+        """The kernel in it."""
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Blocks."""
+
+    @property
+    def block(self) -> tuple[int, int, int]:
+        """Threads of a block."""
+
+    @property
+    def cluster(self) -> tuple[int, int, int]:
+        """Blocks of a cluster."""
+
+    @property
+    def shared_memory(self) -> int:
+        """Dynamic shared memory of a block, bytes."""
+
+    @property
+    def pdl(self) -> bool:
+        """Whether it is a programmatic dependent of the launch before it."""
+
+    @property
+    def arguments(self) -> Sequence[_Argument]:
+        """The kernel's parameters in order."""
+
+
+class _Thread(threading.local):
+    """The current context as the calling thread sees it."""
+
+    def __init__(self) -> None:
+        self.context = ctypes.c_void_p()
+        self.reference = ctypes.byref(self.context)
+
+
+_thread = _Thread()
+
+
+def attributes_of(launch: Launchable, pdl: bool) -> list[driver.LaunchAttribute]:
+    """Return the launch attributes of a launch; ``pdl`` False leaves out programmatic serialization."""
+    found = []
+    if launch.cluster != _NO_CLUSTER:
+        cluster = driver.LaunchAttribute(id=driver.CLUSTER_DIMENSION)
+        cluster.value.cluster = (ctypes.c_uint * 3)(*launch.cluster)
+        found.append(cluster)
+    if launch.pdl and pdl:
+        serialization = driver.LaunchAttribute(id=driver.PROGRAMMATIC_STREAM_SERIALIZATION)
+        serialization.value.serialization_allowed = 1
+        found.append(serialization)
+    return found
+
+
+class PreparedLaunch:
+    """One launch on one GPU, ready to go.
+
+    Parameters
+    ----------
+    launch : Launchable
+        The launch as a plan describes it.
+    function : int
+        The loaded kernel's handle.
+    context : int
+        The context it was loaded into.
+    pdl : bool
+        Whether a programmatic dependent is launched as one (``SDM_RT_PDL``).
+    module : object
+        What keeps the kernel loaded.
+    """
+
+    def __init__(self, launch: Launchable, function: int, context: int, pdl: bool, module: object) -> None:
+        self.launch_description = launch
+        self._module = module
+        self._context = context
+        self._slots = {argument.name: at for at, argument in enumerate(launch.arguments)}
+        self._kinds = [argument.kind for argument in launch.arguments]
+        count = len(self._kinds)
+        self.arguments = (ctypes.c_uint64 * count)()
+        """The argument slots, for ``struct.pack_into``."""
+        base = ctypes.addressof(self.arguments)
+        self.parameters = (ctypes.c_void_p * count)(*(base + SLOT * at for at in range(count)))
+        """Addresses of the slots, as the driver wants them."""
+        found = attributes_of(launch, pdl)
+        self._attributes = (driver.LaunchAttribute * max(len(found), 1))(*found)
+        self._config = driver.LaunchConfig(
+            grid=launch.grid,
+            block=launch.block,
+            shared_memory=launch.shared_memory,
+            attributes=self._attributes,
+            attribute_count=len(found),
+        )
+        self._config_reference = ctypes.byref(self._config)
+        self.function = ctypes.c_void_p(function)
+        """The kernel's handle."""
+        library = driver.library()
+        self._launch = library.cuLaunchKernelEx
+        self._current = library.cuCtxGetCurrent
+
+    def set(self, values: Mapping[str, Any]) -> None:
+        """Write arguments by name; the others keep their values."""
+        for name, value in values.items():
+            at = self._slots[name]
+            struct.pack_into(_FORMATS[self._kinds[at]], self.arguments, SLOT * at, value)
+
+    def run(self, stream: int) -> None:
+        """Launch on a stream of the kernel's GPU.
+
+        Raises
+        ------
+        RuntimeError
+            With the driver's error.
+        """
+        self._config.stream = stream
+        self._current(_thread.reference)
+        if _thread.context.value == self._context:
+            result = self._launch(self._config_reference, self.function, self.parameters, None)
+        else:
+            with driver.current_context(self._context):
+                result = self._launch(self._config_reference, self.function, self.parameters, None)
+        if result:
+            launch = self.launch_description
+            driver.check(
+                result,
+                f"launch of {launch.name} ({launch.kernel.file}, grid {launch.grid}, block {launch.block}, "
+                f"{launch.shared_memory} bytes of dynamic shared memory)",
+            )
+
+
+def refuse_capture(stream: int) -> None:
+    """RuntimeError where ``stream`` is being captured: compiling or loading would break the capture."""
+    if driver.stream_is_capturing(stream):
+        raise RuntimeError(
+            "a kernel that is not loaded yet cannot be compiled or loaded inside a CUDA graph capture; run "
+            "warmup first: one call with the same shapes and dtypes before the capture, or "
+            "sdm_rt.runtime.launcher.warmup"
+        )
+
+
+def prepare(launch: Launchable, gpu: Gpu, stream: int, left: int = 0) -> PreparedLaunch:
+    """Compile or load the kernel of a launch and prepare it.
+
+    Parameters
+    ----------
+    launch : Launchable
+        The launch.
+    gpu : Gpu
+        Where it will run.
+    stream : int
+        The stream it is wanted on now: a kernel that must be loaded is refused while it is captured.
+    left : int
+        How many more the caller will prepare, for the progress line.
+
+    Raises
+    ------
+    RuntimeError
+        Inside a capture, where the kernel is not loaded; the stream stays usable.
+    KernelCompileError, NotPrecompiledError, MissingDependencyError
+        As ``compile.Kernels.load``.
+    """
+    if not kernels().is_loaded(launch.kernel, gpu):
+        refuse_capture(stream)
+    module: LoadedModule = kernels().load(launch.kernel, gpu, left)
+    function = module.function(launch.entry)
+    context = driver.primary_context(gpu.index)
+    with driver.current_context(context):
+        if launch.shared_memory > driver.function_attribute(function, "max_dynamic_shared"):
+            driver.set_function_attribute(function, "max_dynamic_shared", launch.shared_memory)
+    return PreparedLaunch(launch, function, context, env.flag("SDM_RT_PDL"), module)
+
+
+def warmup(launches: Sequence[Launchable], gpu: Gpu) -> None:
+    """Compile and load the kernels of ``launches``, so that their next call may stand inside a capture."""
+    kernels().load_all([launch.kernel for launch in launches], gpu)

@@ -1,0 +1,96 @@
+"""Kernels compiled ahead of time: a folder of machine code that a run uses read-only.
+
+An entry is ``<key>.cubin`` beside ``<key>.json``. The key is a digest of the expanded source, the options,
+the target and a schema number: content alone, no paths, no times.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterable, Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+
+from sdm_rt.runtime.cache import Entry, write_atomic
+from sdm_rt.runtime.kernel import KernelSpec
+from sdm_rt.runtime.nvrtc import OPTIONS, compile_source, nvrtc_version, offline_options
+from sdm_rt.runtime.sources import Source, expand, find_kernels
+
+__all__ = ["SCHEMA", "find", "key", "precompile"]
+
+SCHEMA = 1
+
+
+def key(source: Source, target: str) -> str:
+    """Return the name of the entry of a source on a target such as ``"sm_90"``."""
+    content = json.dumps([SCHEMA, source.digest, list(offline_options(target))])
+    return hashlib.sha256(content.encode("utf-8")).hexdigest()[:40]
+
+
+def precompile(
+    specs: Iterable[KernelSpec], targets: Iterable[str], folder: Path
+) -> Iterator[tuple[KernelSpec, str, Path, bool]]:
+    """Compile every specification for every target into a folder; needs no GPU.
+
+    Parameters
+    ----------
+    specs : iterable of KernelSpec
+        What to compile.
+    targets : iterable of str
+        For example ``["sm_80", "sm_90"]``.
+    folder : pathlib.Path
+        Made if needed; entries that it holds are kept.
+
+    Yields
+    ------
+    tuple
+        (specification, target, the entry's file, whether it was compiled now).
+
+    Raises
+    ------
+    KernelCompileError
+        With NVRTC's log.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    kernels = find_kernels()
+    targets = tuple(targets)
+    for spec in specs:
+        source = expand(spec, kernels)
+        for target in targets:
+            name = key(source, target)
+            path = folder / f"{name}.cubin"
+            if find(folder, source, target) is not None:
+                yield spec, target, path, False
+                continue
+            start = time.perf_counter()
+            cubin = compile_source(source.text, target, spec.file).cubin
+            seconds = time.perf_counter() - start
+            write_atomic(path, cubin)
+            Entry(
+                file=spec.file,
+                entries=spec.entries,
+                defines=" ".join(f"{macro}={value}" for macro, value in spec.defines),
+                target=target,
+                options=" ".join(OPTIONS),
+                digest=source.digest,
+                compiler="NVRTC {}.{}".format(*nvrtc_version()),
+                seconds=round(seconds, 3),
+                size=len(cubin),
+                sha256=hashlib.sha256(cubin).hexdigest(),
+                built=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                cubin=path.name,
+            ).write(folder)
+            yield spec, target, path, True
+
+
+def find(folder: Path, source: Source, target: str) -> Path | None:
+    """Return the file of a source's machine code for a target, None where the folder has no sound one."""
+    path = folder / f"{key(source, target)}.cubin"
+    try:
+        expected = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))["sha256"]
+        found = hashlib.sha256(path.read_bytes()).hexdigest()
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return path if found == expected else None

@@ -1,0 +1,175 @@
+"""CUDA sources: where they are, one self-contained text per kernel, and the digest of that text.
+
+CuPy's disk cache keys on the text handed to NVRTC and not on the files that text includes, so
+includes of our own headers are expanded before anything is compiled. ``#line`` directives carry
+the names and line numbers of the original files into compiler messages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from sdm_rt import env
+from sdm_rt.errors import KernelCompileError
+from sdm_rt.runtime.kernel import KernelSpec
+
+__all__ = ["Source", "SourceTree", "expand", "find_kernels"]
+
+_PACKAGED = Path(__file__).resolve().parent.parent / "kernels_cu"
+_CHECKOUT = _PACKAGED.parent.parent / "kernels_cu"
+_INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"')
+_PRAGMA_ONCE = re.compile(r"^\s*#\s*pragma\s+once\b")
+
+
+def find_kernels() -> Path:
+    """Return the folder of CUDA sources.
+
+    ``SDM_RT_KERNELS`` if set, else the copy inside the installed package, else the checkout's.
+
+    Raises
+    ------
+    FileNotFoundError
+        If the chosen folder holds no ``.cu`` file; the message names the folders tried.
+    """
+    chosen = env.path("SDM_RT_KERNELS")
+    candidates = [chosen] if chosen is not None else [_PACKAGED, _CHECKOUT]
+    for folder in candidates:
+        if next(folder.glob("*.cu"), None) is not None:
+            return folder
+    tried = ", ".join(str(folder) for folder in candidates)
+    hint = " (set by SDM_RT_KERNELS)" if chosen is not None else ""
+    raise FileNotFoundError(f"no CUDA sources (*.cu) in {tried}{hint}")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One kernel file with its own headers expanded.
+
+    Parameters
+    ----------
+    text : str
+        What NVRTC compiles: the macros of the specification, then the expanded file.
+    digest : str
+        SHA-256 of the content alone, so that moving the tree keeps it.
+    files : tuple of pathlib.Path
+        The file and every header that went into the text, in order of first use.
+    """
+
+    text: str
+    digest: str
+    files: tuple[Path, ...]
+
+
+def _lines(folder: Path, name: str, included_from: str, seen: dict[str, Path]) -> Iterator[str]:
+    path = folder / name
+    try:
+        content = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise KernelCompileError(f"{included_from}: cannot open {name!r} in {folder}") from None
+    seen[name] = path
+    yield f'#line 1 "{name}"'
+    for number, line in enumerate(content.splitlines(), start=1):
+        match = _INCLUDE.match(line)
+        if match is not None:
+            header = match.group(1)
+            if header not in seen:
+                yield from _lines(folder, header, f"{path}({number})", seen)
+            yield f'#line {number + 1} "{name}"'
+        elif _PRAGMA_ONCE.match(line):
+            yield ""
+        else:
+            yield line
+
+
+def expand(spec: KernelSpec, folder: Path) -> Source:
+    """Return the self-contained text of ``spec`` from the sources in ``folder``.
+
+    ``#include "name"`` is replaced by that header's text at its first occurrence and by nothing at
+    later ones; ``#include <name>`` is left to NVRTC. The macros of the specification come as
+    ``#define`` lines in front, so that all kernels share one set of compiler options.
+
+    Raises
+    ------
+    KernelCompileError
+        If the file or a header is missing; the message names the including file and line.
+    """
+    seen: dict[str, Path] = {}
+    body = list(_lines(folder, spec.file, "kernel source", seen))
+    macros = [f"#define {name} {value}" for name, value in spec.defines]
+    text = "\n".join([*macros, *body, ""])
+    digest = hashlib.sha256(text.encode("utf-8")).hexdigest()
+    return Source(text=text, digest=digest, files=tuple(seen.values()))
+
+
+_Stamp = tuple[str, int, int, int]
+
+# File times may be this coarse: a file younger than this when read may change under the same time.
+SETTLED_NS = 50_000_000
+
+
+def _stamp(path: str) -> _Stamp:
+    """Return what one ``stat`` says of a file."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return (path, -1, -1, -1)
+    return (path, status.st_mtime_ns, status.st_size, status.st_ino)
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A source as it was read, with what tells when to read it again."""
+
+    source: Source
+    chosen: str  # SDM_RT_KERNELS at the time
+    stamps: tuple[_Stamp, ...]
+    settled: bool
+
+    def is_current(self) -> bool:
+        return (
+            self.settled
+            and os.environ.get("SDM_RT_KERNELS", "") == self.chosen
+            and all(_stamp(stamp[0]) == stamp for stamp in self.stamps)
+        )
+
+
+class SourceTree:
+    """Expanded sources of a process, read again when a file they came from was touched.
+
+    File stamps only say when to read a file again; whether a kernel changed is decided by the digest of its
+    text. Sources inside an installed package are not watched.
+    """
+
+    def __init__(self) -> None:
+        self._reads: dict[KernelSpec, _Read] = {}
+
+    def is_current(self, spec: KernelSpec) -> bool:
+        """Return whether the files of ``spec`` are untouched since ``source`` last read them."""
+        read = self._reads.get(spec)
+        return read is not None and read.is_current()
+
+    def source(self, spec: KernelSpec) -> Source:
+        """Return the current expanded source of ``spec``.
+
+        Raises
+        ------
+        KernelCompileError
+            If the file or a header is missing.
+        """
+        known = self._reads.get(spec)
+        if known is not None and known.is_current():
+            return known.source
+        now = time.time_ns()
+        folder = find_kernels()
+        source = expand(spec, folder)
+        watched = () if folder == _PACKAGED else source.files
+        stamps = tuple(_stamp(str(path)) for path in watched)
+        settled = all(now - stamp[1] > SETTLED_NS for stamp in stamps)
+        self._reads[spec] = _Read(source, os.environ.get("SDM_RT_KERNELS", ""), stamps, settled)
+        return source

@@ -1,0 +1,443 @@
+"""Compiles kernels with the machine's C++ compiler and executes planned launches on the CPU.
+
+Each kernel is built twice and each run executes both builds in processes of their own:
+
+``address``
+    AddressSanitizer and UndefinedBehaviorSanitizer.
+``access``
+    Every access goes through the emulator's memory model: bounds, unwritten bytes, races, launch order.
+
+The two builds start from different garbage and run threads and blocks in different random orders, and must give the
+same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import struct
+import subprocess
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from sdm_rt.plan.launch import Launch
+from sdm_rt.runtime.kernel import KernelSpec
+
+HERE = Path(__file__).resolve().parent
+INCLUDE = HERE / "include"
+RUNTIME = HERE / "runtime"
+KERNELS_CU = HERE.parents[1] / "kernels_cu"
+TEST_KERNELS = HERE / "kernels"
+
+BuildKind = Literal["access", "address"]
+BUILDS: tuple[BuildKind, ...] = ("access", "address")
+PARALLEL_BUILDS = 2
+TIMEOUT = 300  # seconds of one compile or run
+
+SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+RUNNER_FLAGS = {"access": ("-O2", "-DEMULATOR_TRACK"), "address": ("-O1", *SANITIZERS)}
+KERNEL_FLAGS = {"access": ("-fsanitize=thread",), "address": SANITIZERS}
+# Under -fsanitize=thread only the hooks are wanted: the runner has its own, so the run-time library stays out.
+LINK_FLAGS: dict[BuildKind, tuple[str, ...]] = {"access": (), "address": SANITIZERS}
+COMMON_FLAGS = ("-std=c++17", "-g1", "-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-unknown-pragmas")
+# Type punning through pointers is CUDA's custom; products and sums stay separate, as written.
+DIALECT_FLAGS = ("-O1", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off")
+ARGUMENT_FORMATS = {"int32": "<i", "int64": "<q", "float32": "<f"}
+GARBAGE = {"access": 0x5A, "address": 0xFF}
+
+
+class EmulatorError(AssertionError):
+    """A fault of a kernel or of its launch, found by the emulator.
+
+    Parameters
+    ----------
+    kind : str
+        Which check found it: ``bounds``, ``race``, ``unwritten``, ``barrier``, ``mask``, ``shuffle``, ``pdl``,
+        ``shared``, ``readonly``, ``undeclared``, ``alignment``, ``cluster``, ``arguments``, ``address`` or ``undefined`` (the
+        sanitizers), ``order`` (the result depends on the order of threads or on garbage).
+    report : str
+        What happened and where.
+    """
+
+    def __init__(self, kind: str, report: str) -> None:
+        super().__init__(f"{kind}: {report}")
+        self.kind = kind
+
+
+class CompileError(AssertionError):
+    """The C++ compiler refused a kernel; the message is its output."""
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """One textual change of a kernel's source, to seed a fault."""
+
+    file: str
+    old: str
+    new: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """A planned launch with its arguments.
+
+    Parameters
+    ----------
+    launch : Launch
+        The planner's value.
+    values : mapping
+        A tensor, None (a null pointer) or a number for each of the launch's argument names.
+    """
+
+    launch: Launch
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class LaunchCounts:
+    """What one launch did, as the access build counted it."""
+
+    entry: str
+    blocks: int
+    barriers: int
+    warp_operations: int
+    pdl_waits: int
+    pdl_triggers: int
+    cluster_barriers: int
+    shared_touched: int
+
+
+@dataclass
+class Coverage:
+    """The kernels that ran in this process."""
+
+    executed: set[tuple[str, str]] = field(default_factory=set)  # (file, entry)
+    specs: set[KernelSpec] = field(default_factory=set)
+
+
+coverage = Coverage()
+
+
+# ---- the compiler ----
+
+
+def compiler() -> str | None:
+    """Return the C++ compiler, or None."""
+    return shutil.which("g++")
+
+
+@functools.cache
+def unavailable_reason() -> str | None:
+    """Return why kernels cannot be emulated on this machine, or None where they can."""
+    if platform.system() != "Linux" or platform.machine() not in ("x86_64", "aarch64"):
+        return f"the kernel emulator runs on Linux, x86_64 or aarch64, not {platform.system()} {platform.machine()}"
+    if compiler() is None:
+        return "the kernel emulator needs a C++ compiler (g++), which is not on PATH"
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "probe.cpp")
+        source.write_text("int main() { return 0; }\n")
+        probe = _execute([str(compiler()), *SANITIZERS, str(source), "-o", str(Path(folder, "probe"))])
+    if probe.returncode:
+        return f"the kernel emulator needs g++ with AddressSanitizer: {probe.stderr.strip().splitlines()[-1]}"
+    return None
+
+
+def _execute(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False, **options)
+
+
+@functools.cache
+def _compiler_version() -> str:
+    return _execute([str(compiler()), "--version"]).stdout
+
+
+def _digest(parts: Iterable[str]) -> str:
+    digest = hashlib.sha256(_compiler_version().encode())
+    for part in parts:
+        digest.update(b"\0" + part.encode())
+    return digest.hexdigest()[:24]
+
+
+def _cache_folder() -> Path:
+    return Path(tempfile.gettempdir(), f"sdm-rt-emulator-{os.getuid()}")
+
+
+def _texts(folder: Path, *patterns: str) -> dict[str, str]:
+    return {path.name: path.read_text() for pattern in patterns for path in sorted(folder.glob(pattern))}
+
+
+def _build(key: str, name: str, files: Mapping[str, str], commands: Sequence[Sequence[str]]) -> Path:
+    """Run commands in a folder that holds `files`; keep the folder under its key once they have succeeded."""
+    folder = _cache_folder() / key
+    if not (folder / name).exists():
+        _cache_folder().mkdir(mode=0o700, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=_cache_folder()) as work:
+            for file, text in files.items():
+                Path(work, file).write_text(text)
+            for command in commands:
+                done = _execute(command, cwd=work)
+                if done.returncode:
+                    raise CompileError(done.stderr)
+            try:
+                os.rename(work, folder)
+                os.mkdir(work)  # for the context manager to remove
+            except OSError:
+                if not (folder / name).exists():
+                    raise
+    return folder / name
+
+
+@functools.cache
+def runner(kind: BuildKind) -> Path:
+    """Build the program that executes launches."""
+    files = {**_texts(RUNTIME, "*.cpp", "*.h"), **_texts(INCLUDE, "emulator_abi.h")}
+    flags = (*COMMON_FLAGS, *RUNNER_FLAGS[kind], "-rdynamic")
+    sources = sorted(name for name in files if name.endswith(".cpp"))
+    command = [str(compiler()), *flags, "-I.", *sources, "-o", "runner", "-ldl"]
+    return _build(_digest([*command, *map(str, sorted(files.items()))]), "runner", files, [command])
+
+
+def kernel_sources(spec: KernelSpec, replacements: Sequence[Replacement] = ()) -> dict[str, str]:
+    """Return the files of a translation unit by name: the kernel's, and every header of kernels_cu but ptx.cuh.
+
+    Raises
+    ------
+    AssertionError
+        If the text that a replacement looks for is not there exactly once.
+    """
+    headers = _texts(KERNELS_CU, "*.cuh")
+    del headers["ptx.cuh"]
+    folder = next(folder for folder in (KERNELS_CU, TEST_KERNELS) if (folder / spec.file).exists())
+    files = {**headers, spec.file: (folder / spec.file).read_text()}
+    for change in replacements:
+        found = files[change.file].count(change.old)
+        assert found == 1, f"{change.file}: {change.old!r} occurs {found} times, expected 1"
+        files[change.file] = files[change.file].replace(change.old, change.new)
+    return {name: f'#line 1 "{name}"\n{text}' for name, text in files.items()}
+
+
+def library(spec: KernelSpec, kind: BuildKind, replacements: Sequence[Replacement] = ()) -> Path:
+    """Build the kernels of a specification as a shared library."""
+    entries = "".join(f'    emulator::Invoker<{entry}>::entry("{entry}"),\n' for entry in spec.entries)
+    unit = (
+        f'#include "cuda_dialect.h"\n#include "{spec.file}"\n'
+        'extern "C" {\nextern const emulator::Entry emulator_entries[];\n'
+        f"const emulator::Entry emulator_entries[] = {{\n{entries}    {{nullptr, nullptr, 0, nullptr}}}};\n}}\n"
+    )
+    files = {**kernel_sources(spec, replacements), "unit.cpp": unit}
+    include = _texts(INCLUDE, "*")
+    flags = (*COMMON_FLAGS, *DIALECT_FLAGS, *KERNEL_FLAGS[kind], *spec.options)
+    key = _digest([*flags, *map(str, sorted(files.items())), *map(str, sorted(include.items()))])
+    commands = [
+        [str(compiler()), *flags, "-I.", f"-I{INCLUDE}", "-c", "unit.cpp", "-o", "unit.o"],
+        [str(compiler()), "-shared", *LINK_FLAGS[kind], "unit.o", "-o", "kernels.so"],
+    ]
+    return _build(key, "kernels.so", files, commands)
+
+
+def prepare(specs: Iterable[KernelSpec]) -> None:
+    """Build runners and kernels ahead of their use, two at a time."""
+    with ThreadPoolExecutor(PARALLEL_BUILDS) as pool:
+        jobs = [pool.submit(runner, kind) for kind in BUILDS]
+        jobs += [pool.submit(library, spec, kind) for spec in dict.fromkeys(specs) for kind in BUILDS]
+        for job in jobs:
+            job.result()
+
+
+# ---- requests ----
+
+
+class _Request:
+    """The runner's input file: buffers, one for each storage that a tensor argument lies in, then launches."""
+
+    def __init__(self, calls: Sequence[Call], outputs: Sequence[Tensor]) -> None:
+        self.calls = calls
+        self.storages: dict[int, tuple[str, torch.UntypedStorage]] = {}
+        self.outputs = {tensor.untyped_storage().data_ptr() for tensor in outputs}
+        for call in calls:
+            names = {argument.name for argument in call.launch.arguments}
+            if names != set(call.values):
+                raise EmulatorError("arguments", f"the launch takes {sorted(names)}, given {sorted(call.values)}")
+            for name, value in call.values.items():
+                if isinstance(value, Tensor):
+                    storage = value.untyped_storage()
+                    self.storages.setdefault(storage.data_ptr(), (name, storage))
+
+    def _place(self, tensor: Tensor) -> tuple[int, int]:
+        pointer = tensor.untyped_storage().data_ptr()
+        return list(self.storages).index(pointer), tensor.data_ptr() - pointer
+
+    def _indices(self, call: Call, names: Iterable[str]) -> bytes:
+        found = sorted({self._place(value)[0] for name in names if (value := call.values[name]) is not None})
+        return struct.pack(f"<I{len(found)}I", len(found), *found)
+
+    def _argument(self, kind: str, value: Any) -> bytes:
+        if kind == "pointer":
+            index, offset = (-1, 0) if value is None else self._place(value)
+            return struct.pack("<IIQ", 1, index + 1, offset)
+        data = struct.pack(ARGUMENT_FORMATS[kind], value)
+        return struct.pack("<II", 0, len(data)) + data
+
+    def encode(self, seed: int, garbage: int, libraries: Sequence[Path]) -> bytes:
+        parts = [struct.pack("<QII", seed, garbage, len(self.storages))]
+        for pointer, (name, storage) in self.storages.items():
+            output = pointer in self.outputs
+            parts += [_text(name), struct.pack("<QI", storage.nbytes(), 2 if output else 1)]
+            if not output:
+                parts.append(_storage_bytes(storage))
+        parts.append(struct.pack("<I", len(self.calls)))
+        for call, path in zip(self.calls, libraries, strict=True):
+            launch = call.launch
+            sizes = (*launch.grid, *launch.block, *launch.cluster, launch.shared_memory, int(launch.pdl))
+            parts += [_text(str(path)), _text(launch.entry), struct.pack("<9IQI", *sizes)]
+            parts += [self._indices(call, launch.writes), self._indices(call, launch.reads)]
+            parts.append(struct.pack("<I", len(launch.arguments)))
+            parts += [self._argument(a.kind, call.values[a.name]) for a in launch.arguments]
+        return b"".join(parts)
+
+    def decode(self, response: bytes) -> list[bytes]:
+        results = []
+        for _, storage in self.storages.values():
+            results.append(response[: storage.nbytes()])
+            response = response[storage.nbytes() :]
+        return results
+
+
+def _text(text: str) -> bytes:
+    return struct.pack("<I", len(text)) + text.encode()
+
+
+def _storage_view(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def _storage_bytes(storage: torch.UntypedStorage) -> bytes:
+    return _storage_view(storage).numpy().tobytes()
+
+
+# ---- runs ----
+
+
+def run(
+    calls: Sequence[Call],
+    *,
+    outputs: Sequence[Tensor] = (),
+    seed: int = 0,
+    replacements: Sequence[Replacement] = (),
+    unused_shared_memory: bool = False,
+) -> list[LaunchCounts]:
+    """Execute launches one after another; the tensors among their arguments are changed in place.
+
+    Parameters
+    ----------
+    calls : sequence of Call
+        The launches with CPU tensors as pointers.
+    outputs : sequence of Tensor
+        Tensors that hold nothing before the first launch and must be written entirely.
+    seed : int
+        The order of threads and blocks.
+    replacements : sequence of Replacement
+        Faults to seed.
+    unused_shared_memory : bool
+        Whether a launch may touch less shared memory than it asks for.
+
+    Returns
+    -------
+    list of LaunchCounts
+        For each launch.
+
+    Raises
+    ------
+    EmulatorError
+        For every fault found; the tensors are then unchanged.
+    CompileError
+        Where a kernel does not compile.
+    """
+    request = _Request(calls, outputs)
+    results = dict(zip(BUILDS, _run_builds(request, seed, replacements), strict=True))
+    faults = [result for result in results.values() if isinstance(result, EmulatorError)]
+    if faults:
+        raise faults[0]
+    (data, counts), (other, _) = (results[kind] for kind in BUILDS)
+    for (name, _), one, two in zip(request.storages.values(), data, other, strict=True):
+        if one != two:
+            at = next(i for i in range(len(one)) if one[i] != two[i])
+            text = f"'{name}' depends on the order of threads or on garbage: byte {at} differs between two runs"
+            raise EmulatorError("order", text)
+    for call, count in zip(calls, counts, strict=True):
+        if count.shared_touched < call.launch.shared_memory and not unused_shared_memory:
+            text = f"{call.launch.name} asks for {call.launch.shared_memory} bytes and touches {count.shared_touched}"
+            raise EmulatorError("shared", text)
+    for (_, storage), one in zip(request.storages.values(), data, strict=True):
+        if one:
+            _storage_view(storage).copy_(torch.frombuffer(bytearray(one), dtype=torch.uint8))
+    if not replacements:
+        coverage.executed |= {(call.launch.kernel.file, call.launch.entry) for call in calls}
+        coverage.specs |= {call.launch.kernel for call in calls}
+    return counts
+
+
+def _run_builds(request: _Request, seed: int, replacements: Sequence[Replacement]) -> list[Any]:
+    specs = list(dict.fromkeys(call.launch.kernel for call in request.calls))
+
+    def run_build(kind: BuildKind) -> Any:
+        changes = {spec: [c for c in replacements if c.file in (spec.file,) or c.file.endswith(".cuh")] for spec in specs}
+        paths = {spec: library(spec, kind, changes[spec]) for spec in specs}
+        order = 2 * seed + BUILDS.index(kind)
+        data = request.encode(order, GARBAGE[kind], [paths[call.launch.kernel] for call in request.calls])
+        try:
+            return _run_one(request, kind, data)
+        except EmulatorError as fault:
+            return fault
+
+    with ThreadPoolExecutor(len(BUILDS)) as pool:
+        return list(pool.map(run_build, BUILDS))
+
+
+def _run_one(request: _Request, kind: BuildKind, data: bytes) -> tuple[list[bytes], list[LaunchCounts]]:
+    environment = {
+        "PATH": os.environ.get("PATH", ""),
+        "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+    }
+    with tempfile.TemporaryDirectory(prefix="sdm-rt-emulator-") as folder:
+        paths = Path(folder, "request"), Path(folder, "response")
+        paths[0].write_bytes(data)
+        done = _execute([str(runner(kind)), *map(str, paths)], env=environment)
+        if done.returncode:
+            raise _fault(done)
+        counts = [LaunchCounts(**launch) for launch in json.loads(done.stdout)["launches"]]
+        return request.decode(paths[1].read_bytes()), counts
+
+
+def _fault(done: subprocess.CompletedProcess[str]) -> EmulatorError:
+    report = done.stderr
+    if own := re.search(r"^EMULATOR (\w+): ", report, re.MULTILINE):
+        text = report[own.end() :].strip()
+        return EmulatorError(own[1], re.sub(r"^  at (\S+) (0x\w+)$", _source_line, text, flags=re.MULTILINE))
+    if "AddressSanitizer" in report:
+        return EmulatorError("address", report[report.index("ERROR: AddressSanitizer") :][:2000])
+    if "runtime error" in report:
+        return EmulatorError("undefined", report[:2000])
+    return EmulatorError("harness", f"the runner ended with {done.returncode}: {report[-2000:]}")
+
+
+def _source_line(match: re.Match[str]) -> str:
+    addr2line = shutil.which("addr2line")
+    if addr2line is None:
+        return match[0]
+    lines = _execute([addr2line, "-i", "-e", match[1], match[2]]).stdout.split()
+    named = [Path(line).name for line in lines if not line.startswith("?")]
+    return f"  at {' inlined in '.join(named)}" if named else match[0]

@@ -1,0 +1,577 @@
+#include "scheduler.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstring>
+
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/common_interface_defs.h>
+#define START_SWITCH(save, stack, bytes) __sanitizer_start_switch_fiber(save, stack, bytes)
+#define FINISH_SWITCH(saved, stack, bytes) __sanitizer_finish_switch_fiber(saved, stack, bytes)
+#else
+#define START_SWITCH(save, stack, bytes) ((void)(save), (void)(stack), (void)(bytes))
+#define FINISH_SWITCH(saved, stack, bytes) ((void)(saved), (void)(stack), (void)(bytes))
+#endif
+
+namespace emulator {
+
+Thread* current = nullptr;
+Scheduler scheduler;
+
+namespace {
+
+constexpr size_t stack_bytes = 256 * 1024;
+
+const char* wait_name(Wait wait) {
+    switch (wait) {
+        case Wait::block_barrier: return "__syncthreads";
+        case Wait::warp: return "a warp operation";
+        case Wait::cluster_barrier: return "the cluster barrier";
+        case Wait::mbarrier: return "an mbarrier";
+        default: return "nothing";
+    }
+}
+
+void merge(std::vector<uint32_t>& into, const std::vector<uint32_t>& from) {
+    for (size_t i = 0; i < into.size(); ++i) into[i] = std::max(into[i], from[i]);
+}
+
+// Shared memory is moved between blocks byte by byte, past the sanitizers.
+__attribute__((no_sanitize("address"), noinline)) void move_bytes(char* to, const char* from, size_t bytes) {
+    for (size_t i = 0; i < bytes; ++i) reinterpret_cast<volatile char*>(to)[i] = from[i];
+}
+
+}  // namespace
+
+void Scheduler::seed(uint64_t value, int pattern) {
+    random_.seed(value);
+    pattern_ = pattern;
+}
+
+const void* Scheduler::canonical(const void* address) const {
+    if (request == nullptr || loaded_ == nullptr) return address;
+    const char* a = static_cast<const char*>(address);
+    if (a >= request->static_shared && a < request->static_shared + request->static_shared_bytes)
+        return loaded_->statics->begin + (a - request->static_shared);
+    return address;
+}
+
+// ---- fibers ----
+
+void Scheduler::trampoline() {
+    FINISH_SWITCH(nullptr, &scheduler.scheduler_stack_, &scheduler.scheduler_stack_bytes_);
+    scheduler.request->invoke(scheduler.request->arguments.data());
+    scheduler.finish(*scheduler.running);
+    START_SWITCH(nullptr, scheduler.scheduler_stack_, scheduler.scheduler_stack_bytes_);
+    setcontext(&scheduler.scheduler_context_);
+}
+
+void Scheduler::prepare(Fiber& fiber, void* stack) {
+    fiber.stack = stack;
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = stack;
+    fiber.context.uc_stack.ss_size = stack_bytes;
+    fiber.context.uc_link = nullptr;
+    makecontext(&fiber.context, &Scheduler::trampoline, 0);
+    // AddressSanitizer forgets the red zones of the stack that it finds here at each switch.
+    fiber.context.uc_stack.ss_sp = nullptr;
+    fiber.context.uc_stack.ss_size = 0;
+}
+
+void Scheduler::resume(Fiber* fiber) {
+    switch_block(fiber->block);
+    running = fiber;
+    current = fiber;
+    START_SWITCH(&scheduler_fake_stack_, fiber->stack, stack_bytes);
+    swapcontext(&scheduler_context_, &fiber->context);
+    FINISH_SWITCH(scheduler_fake_stack_, nullptr, nullptr);
+    running = nullptr;
+    current = nullptr;
+}
+
+void Scheduler::suspend(Wait wait, const char* file, int line) {
+    Fiber* fiber = running;
+    fiber->waiting = wait;
+    fiber->file = file;
+    fiber->line = line;
+    START_SWITCH(&fiber->fake_stack, scheduler_stack_, scheduler_stack_bytes_);
+    swapcontext(&fiber->context, &scheduler_context_);
+    FINISH_SWITCH(fiber->fake_stack, &scheduler_stack_, &scheduler_stack_bytes_);
+}
+
+void Scheduler::wake(Fiber* fiber) {
+    fiber->waiting = Wait::none;
+    runnable_.push_back(fiber);
+}
+
+void Scheduler::switch_block(Block* block) {
+    if (loaded_ == block) return;
+    const size_t bytes = request->static_shared_bytes;
+    if (bytes) {
+        if (loaded_ != nullptr) move_bytes(loaded_->statics->begin, request->static_shared, bytes);
+        move_bytes(request->static_shared, block->statics->begin, bytes);
+    }
+    loaded_ = block;
+}
+
+// Every thread of `fibers` has seen what the others did before this point.
+void Scheduler::join(std::vector<Fiber*> const& fibers) {
+    bool released = false;
+    for (Fiber* fiber : fibers) released |= fiber->released;
+    for (Fiber* fiber : fibers) fiber->released |= released;
+    if (!tracking) return;
+    std::vector<uint32_t> joined = fibers.front()->clock;
+    for (Fiber* fiber : fibers) merge(joined, fiber->clock);
+    for (Fiber* fiber : fibers) {
+        fiber->clock = joined;
+        ++fiber->clock[fiber->number];
+    }
+}
+
+void Scheduler::absorb(Fiber& fiber, const std::vector<uint32_t>& clock, bool released) {
+    fiber.released |= released;
+    if (tracking) merge(fiber.clock, clock);
+}
+
+void Scheduler::finish(Fiber& fiber) {
+    if (fiber.copy_groups.size() || fiber.open_copies.size())
+        fail("copy", "the thread ends with asynchronous copies under way");
+    fiber.ended = true;
+    Block& block = *fiber.block;
+    ++block.ended;
+    if (block.arrived)
+        fail("barrier", "this thread ends while %u threads of its block wait at __syncthreads (%s:%d)", block.arrived,
+             block.file, block.line);
+    for (const Meeting& meeting : block.meetings[fiber.warp])
+        if (meeting.mask >> fiber.lane & 1)
+            fail("mask", "this thread ends, but its lane %u is in mask %08x that others wait for (%s:%d)", fiber.lane,
+                 meeting.mask, meeting.file, meeting.line);
+    if (block.ended == block.fibers.size()) {
+        if (request->pdl && !block.waited_pdl)
+            fail("pdl", "the block ends without griddepcontrol.wait in a launch that may overtake its predecessor");
+        block.dynamic->finished = block.statics->finished = true;
+    }
+    complete_cluster_phase();
+}
+
+void Scheduler::report_deadlock() {
+    std::map<std::string, std::pair<int, unsigned>> groups;  // where -> how many, the first thread
+    for (const Fiber& fiber : fibers_) {
+        std::string where = "block " + std::to_string(fiber.block->rank) + " of the cluster: ";
+        where += fiber.ended ? "ended"
+                             : std::string("wait at ") + wait_name(fiber.waiting) + " (" + fiber.file + ":" +
+                                   std::to_string(fiber.line) + ")";
+        auto [entry, fresh] = groups.emplace(where, std::make_pair(0, fiber.number));
+        ++entry->second.first;
+    }
+    std::string text;
+    for (const auto& [where, group] : groups)
+        text += "\n  " + std::to_string(group.first) + " threads (first " + std::to_string(group.second) + ") of " + where;
+    fail("barrier", "no thread can go on:%s", text.c_str());
+}
+
+// ---- launches ----
+
+LaunchCounts Scheduler::run(const LaunchRequest& launch) {
+    request = &launch;
+    counts = LaunchCounts{};
+    const Extent clusters{launch.grid.x / launch.cluster.x, launch.grid.y / launch.cluster.y,
+                          launch.grid.z / launch.cluster.z};
+    const unsigned cluster_blocks = launch.cluster.x * launch.cluster.y * launch.cluster.z;
+    const unsigned threads = launch.block.x * launch.block.y * launch.block.z;
+
+    fibers_ = std::vector<Fiber>(size_t{cluster_blocks} * threads);
+    while (stacks_.size() < fibers_.size()) {
+        void* stack = mmap(nullptr, stack_bytes + 4096, PROT_READ | PROT_WRITE,
+                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_STACK, -1, 0);
+        if (stack == MAP_FAILED) fail("harness", "cannot map a stack");
+        mprotect(stack, 4096, PROT_NONE);
+        stacks_.push_back(static_cast<char*>(stack) + 4096);
+    }
+    blocks_ = std::vector<Block>(cluster_blocks);
+    for (unsigned rank = 0; rank < cluster_blocks; ++rank) {
+        Block& block = blocks_[rank];
+        block.rank = static_cast<int>(rank);
+        block.dynamic = memory.add("dynamic shared", Space::dynamic_shared, launch.shared_memory);
+        block.statics = memory.add("static shared", Space::static_shared, launch.static_shared_bytes);
+        block.dynamic->block = block.statics->block = block.rank;
+    }
+
+    memory.begin_launch();
+    std::vector<unsigned> order(size_t{clusters.x} * clusters.y * clusters.z);
+    for (unsigned i = 0; i < order.size(); ++i) order[i] = i;
+    std::shuffle(order.begin(), order.end(), random_);
+    for (unsigned i : order)
+        run_cluster(Extent{i % clusters.x * launch.cluster.x, i / clusters.x % clusters.y * launch.cluster.y,
+                           i / clusters.x / clusters.y * launch.cluster.z});
+    for (const Block& block : blocks_) counts.shared_touched = std::max(counts.shared_touched, block.dynamic->touched_end);
+    for (Block& block : blocks_) {
+        memory.remove(block.dynamic);
+        memory.remove(block.statics);
+    }
+    request = nullptr;
+    return counts;
+}
+
+void Scheduler::run_cluster(Extent first) {
+    const LaunchRequest& launch = *request;
+    const unsigned threads = launch.block.x * launch.block.y * launch.block.z;
+    memory.begin_run();
+    runnable_.clear();
+    mbarriers_.clear();
+    loaded_ = nullptr;
+    cluster_arrived_ = cluster_phase_ = 0;
+    cluster_arriving_.assign(fibers_.size(), 0);
+    cluster_arriving_released_ = false;
+
+    for (Block& block : blocks_) {
+        const unsigned rank = static_cast<unsigned>(block.rank);
+        block.fibers.clear();
+        block.meetings.assign((threads + 31) / 32, {});
+        block.arrived = block.ended = 0;
+        block.any = block.count = 0;
+        block.all = 1;
+        block.waited_pdl = false;
+        for (Region* region : {block.dynamic, block.statics}) {
+            memory.forget(*region, pattern_);
+            region->finished = false;
+        }
+        for (unsigned t = 0; t < threads; ++t) {
+            const unsigned number = rank * threads + t;
+            Fiber& fiber = fibers_[number];
+            fiber = Fiber{};
+            fiber.thread_index = {t % launch.block.x, t / launch.block.x % launch.block.y, t / launch.block.x / launch.block.y};
+            fiber.block_index = {first.x + rank % launch.cluster.x, first.y + rank / launch.cluster.x % launch.cluster.y,
+                                 first.z + rank / launch.cluster.x / launch.cluster.y};
+            fiber.block_dim = launch.block;
+            fiber.grid_dim = launch.grid;
+            fiber.cluster_rank = rank;
+            fiber.cluster_size = static_cast<unsigned>(blocks_.size());
+            fiber.lane = t % 32;
+            fiber.warp = t / 32;
+            fiber.number = number;
+            fiber.block = &block;
+            fiber.released = !launch.pdl;
+            if (tracking) {
+                fiber.clock.assign(fibers_.size(), 0);
+                fiber.clock[number] = 1;
+            }
+            prepare(fiber, stacks_[number]);
+            block.fibers.push_back(&fiber);
+            runnable_.push_back(&fiber);
+        }
+        ++counts.blocks;
+    }
+
+    while (!runnable_.empty()) {
+        std::swap(runnable_[random_() % runnable_.size()], runnable_.back());
+        Fiber* next = runnable_.back();
+        runnable_.pop_back();
+        resume(next);
+    }
+    for (const Fiber& fiber : fibers_)
+        if (!fiber.ended) report_deadlock();
+    loaded_ = nullptr;
+}
+
+// ---- barriers of a block ----
+
+BlockVote Scheduler::block_barrier(int predicate, const char* file, int line) {
+    Block& block = *running->block;
+    if (block.ended)
+        fail("barrier", "__syncthreads (%s:%d) after %u threads of the block have ended", file, line, block.ended);
+    if (block.arrived == 0) {
+        block.file = file;
+        block.line = line;
+        block.any = block.count = 0;
+        block.all = 1;
+    } else if (block.line != line || std::strcmp(block.file, file) != 0) {
+        fail("barrier", "divergent: this thread is at %s:%d, %u threads of its block wait at %s:%d", file, line,
+             block.arrived, block.file, block.line);
+    }
+    block.any |= predicate != 0;
+    block.all &= predicate != 0;
+    block.count += predicate != 0;
+    if (++block.arrived < block.fibers.size()) {
+        suspend(Wait::block_barrier, file, line);
+        return running->vote;
+    }
+    ++counts.barriers;
+    block.arrived = 0;
+    join(block.fibers);
+    for (Fiber* fiber : block.fibers) {
+        fiber->vote = BlockVote{block.any, block.all, block.count};
+        wake(fiber);
+    }
+    suspend(Wait::none, file, line);
+    return running->vote;
+}
+
+// ---- warps ----
+
+const uint64_t* Scheduler::warp_meet(unsigned mask, WarpOp op, uint64_t value, const char* file, int line) {
+    Fiber& fiber = *running;
+    Block& block = *fiber.block;
+    std::vector<Meeting>& meetings = block.meetings[fiber.warp];
+    if (!(mask >> fiber.lane & 1))
+        fail("mask", "lane %u executes a warp operation whose mask %08x leaves it out (%s:%d)", fiber.lane, mask, file, line);
+    const unsigned first = fiber.warp * 32;
+    for (unsigned lane = 0; lane < 32; ++lane)
+        if ((mask >> lane & 1) && (first + lane >= block.fibers.size() || block.fibers[first + lane]->ended))
+            fail("mask", "mask %08x names lane %u, which has ended or does not exist (%s:%d)", mask, lane, file, line);
+
+    auto meeting = std::find_if(meetings.begin(), meetings.end(), [&](const Meeting& m) { return m.mask & mask; });
+    if (meeting == meetings.end()) {
+        meetings.push_back(Meeting{mask, 0, op, file, line, {}});
+        meeting = meetings.end() - 1;
+    } else if (meeting->mask != mask || meeting->op != op || meeting->line != line || std::strcmp(meeting->file, file) != 0) {
+        fail("mask", "lane %u is at %s:%d with mask %08x while lanes %08x wait at %s:%d with mask %08x", fiber.lane, file,
+             line, mask, meeting->arrived, meeting->file, meeting->line, meeting->mask);
+    }
+    meeting->arrived |= 1u << fiber.lane;
+    meeting->values[fiber.lane] = value;
+    if (meeting->arrived == mask) {
+        ++counts.warp_operations;
+        std::vector<Fiber*> lanes;
+        for (unsigned lane = 0; lane < 32; ++lane)
+            if (mask >> lane & 1) lanes.push_back(block.fibers[first + lane]);
+        // Only __syncwarp orders memory.
+        if (op == WarpOp::sync) join(lanes);
+        for (Fiber* lane : lanes) {
+            std::copy(meeting->values, meeting->values + 32, lane->lanes);
+            wake(lane);
+        }
+        meetings.erase(meeting);
+        suspend(Wait::none, file, line);
+    } else {
+        suspend(Wait::warp, file, line);
+    }
+    return running->lanes;
+}
+
+// ---- clusters ----
+
+void Scheduler::complete_cluster_phase() {
+    unsigned live = 0;
+    for (const Fiber& fiber : fibers_) live += !fiber.ended;
+    if (cluster_arrived_ == 0 || cluster_arrived_ < live) return;
+    ++counts.cluster_barriers;
+    ++cluster_phase_;
+    cluster_arrived_ = 0;
+    cluster_completed_ = cluster_arriving_;
+    cluster_completed_released_ = cluster_arriving_released_;
+    for (Fiber& fiber : fibers_)
+        if (fiber.waiting == Wait::cluster_barrier) wake(&fiber);
+}
+
+void Scheduler::cluster_arrive(const char* file, int line) {
+    Fiber& fiber = *running;
+    if (fiber.cluster_arrived) fail("cluster", "arrives twice at the cluster barrier without a wait (%s:%d)", file, line);
+    fiber.cluster_arrived = true;
+    fiber.cluster_phase = cluster_phase_;
+    cluster_arriving_released_ |= fiber.released;
+    if (tracking) {
+        merge(cluster_arriving_, fiber.clock);
+        ++fiber.clock[fiber.number];
+    }
+    ++cluster_arrived_;
+    complete_cluster_phase();
+}
+
+void Scheduler::cluster_wait(const char* file, int line) {
+    Fiber& fiber = *running;
+    if (!fiber.cluster_arrived) fail("cluster", "waits at the cluster barrier without having arrived (%s:%d)", file, line);
+    if (cluster_phase_ == fiber.cluster_phase) suspend(Wait::cluster_barrier, file, line);
+    absorb(fiber, cluster_completed_, cluster_completed_released_);
+    fiber.cluster_arrived = false;
+    ++fiber.cluster_barriers;
+}
+
+void* Scheduler::map_shared(void* address, unsigned rank) {
+    if (rank >= blocks_.size()) fail("cluster", "maps shared memory of block %u of a cluster of %zu", rank, blocks_.size());
+    const char* canonical_place = static_cast<const char*>(canonical(address));
+    Block& own = *running->block;
+    if (static_cast<int>(rank) == own.rank) return address;
+    for (auto member : {&Block::dynamic, &Block::statics}) {
+        Region* region = own.*member;
+        if (canonical_place >= region->begin && canonical_place < region->begin + region->bytes)
+            return (blocks_[rank].*member)->begin + (canonical_place - region->begin);
+    }
+    fail("cluster", "maps an address that is not in this block's shared memory");
+}
+
+// ---- mbarriers ----
+
+Mbarrier& Scheduler::mbarrier_at(const void* address) {
+    const auto found = mbarriers_.find(address);
+    if (found == mbarriers_.end()) fail("mbarrier", "uses an mbarrier that nothing has initialized");
+    return found->second;
+}
+
+void Scheduler::mbarrier_init(uint64_t* barrier, unsigned arrivals) {
+    check_aligned(barrier, 8);
+    memory.access(barrier, 8, Access::write, __builtin_return_address(0));
+    Mbarrier made{arrivals, arrivals, 0, {}, {}, false, false};
+    made.arriving.assign(fibers_.size(), 0);
+    mbarriers_[canonical(barrier)] = made;
+}
+
+void Scheduler::mbarrier_arrive(uint64_t* barrier, unsigned rank) {
+    void* remote = map_shared(barrier, rank);
+    memory.access(remote, 8, Access::read, __builtin_return_address(0));
+    Mbarrier& state = mbarrier_at(canonical(remote));
+    Fiber& fiber = *running;
+    state.arriving_released |= fiber.released;
+    if (tracking) {
+        merge(state.arriving, fiber.clock);
+        ++fiber.clock[fiber.number];
+    }
+    if (--state.pending == 0) {
+        ++state.phase;
+        state.pending = state.expected;
+        state.completed = state.arriving;
+        state.completed_released = state.arriving_released;
+        for (Fiber& other : fibers_)
+            if (other.waiting == Wait::mbarrier) wake(&other);
+    }
+}
+
+void Scheduler::mbarrier_wait(uint64_t* barrier, unsigned parity, const char* file, int line) {
+    memory.access(barrier, 8, Access::read, __builtin_return_address(0));
+    const void* place = canonical(barrier);
+    while ((mbarrier_at(place).phase & 1) == (parity & 1)) suspend(Wait::mbarrier, file, line);
+    const Mbarrier& state = mbarrier_at(place);
+    if (state.phase > 0) absorb(*running, state.completed, state.completed_released);
+}
+
+// ---- asynchronous copies ----
+
+void Scheduler::copy_async(void* shared, const void* global, size_t bytes) {
+    check_aligned(shared, bytes);
+    check_aligned(global, bytes);
+    memory.access(global, bytes, Access::read, __builtin_return_address(0));
+    memory.access(shared, bytes, Access::write, __builtin_return_address(0));
+    memory.mark_unwritten(shared, bytes, pattern_);
+    running->open_copies.push_back(PendingCopy{shared, global, bytes});
+}
+
+void Scheduler::land(const PendingCopy& copy) {
+    memory.access(copy.global, copy.bytes, Access::read, __builtin_return_address(0));
+    memory.access(copy.shared, copy.bytes, Access::write, __builtin_return_address(0));
+    std::memcpy(copy.shared, copy.global, copy.bytes);
+}
+
+void Scheduler::copy_commit() {
+    running->copy_groups.push_back(std::move(running->open_copies));
+    running->open_copies.clear();
+}
+
+void Scheduler::copy_wait(int pending) {
+    auto& groups = running->copy_groups;
+    while (groups.size() > static_cast<size_t>(pending)) {
+        for (const PendingCopy& copy : groups.front()) land(copy);
+        groups.erase(groups.begin());
+    }
+}
+
+// ---- launch attributes ----
+
+void Scheduler::pdl_wait() {
+    ++counts.pdl_waits;
+    running->released = true;
+    running->block->waited_pdl = true;
+}
+
+void Scheduler::pdl_trigger() {
+    ++counts.pdl_triggers;
+}
+
+void* Scheduler::dynamic_shared() {
+    return running->block->dynamic->begin;
+}
+
+// ---- the functions that kernels see ----
+
+BlockVote block_barrier(int predicate, const char* file, int line) {
+    return scheduler.block_barrier(predicate, file, line);
+}
+const uint64_t* warp_meet(unsigned mask, WarpOp op, uint64_t value, const char* file, int line) {
+    return scheduler.warp_meet(mask, op, value, file, line);
+}
+void cluster_arrive(const char* file, int line) {
+    scheduler.cluster_arrive(file, line);
+}
+void cluster_wait(const char* file, int line) {
+    scheduler.cluster_wait(file, line);
+}
+void* map_shared(void* address, unsigned rank) {
+    return scheduler.map_shared(address, rank);
+}
+void mbarrier_init(uint64_t* barrier, unsigned arrivals) {
+    scheduler.mbarrier_init(barrier, arrivals);
+}
+void mbarrier_arrive(uint64_t* barrier, unsigned rank) {
+    scheduler.mbarrier_arrive(barrier, rank);
+}
+void mbarrier_wait(uint64_t* barrier, unsigned parity, const char* file, int line) {
+    scheduler.mbarrier_wait(barrier, parity, file, line);
+}
+void copy_async(void* shared, const void* global, size_t bytes) {
+    scheduler.copy_async(shared, global, bytes);
+}
+void copy_commit() {
+    scheduler.copy_commit();
+}
+void copy_wait(int pending) {
+    scheduler.copy_wait(pending);
+}
+void pdl_wait() {
+    scheduler.pdl_wait();
+}
+void pdl_trigger() {
+    scheduler.pdl_trigger();
+}
+void* dynamic_shared() {
+    return scheduler.dynamic_shared();
+}
+void check_aligned(const void* address, size_t bytes) {
+    if (reinterpret_cast<uintptr_t>(address) % bytes)
+        fail("alignment", "accesses %zu bytes at an address that is not a multiple of %zu", bytes, bytes);
+}
+void readonly_access(const void* address, size_t bytes) {
+    check_aligned(address, bytes);
+    memory.check_readonly(address, bytes);
+}
+
+namespace {
+
+template <class T>
+uint64_t apply(T* address, AtomicOp op, T value, T compare) {
+    const T old = *address;
+    switch (op) {
+        case AtomicOp::add: *address = static_cast<T>(static_cast<uint64_t>(old) + static_cast<uint64_t>(value)); break;
+        case AtomicOp::min: *address = std::min(old, value); break;
+        case AtomicOp::max: *address = std::max(old, value); break;
+        case AtomicOp::bit_and: *address = old & value; break;
+        case AtomicOp::bit_or: *address = old | value; break;
+        case AtomicOp::exchange: *address = value; break;
+        case AtomicOp::compare_exchange:
+            if (old == compare) *address = value;
+            break;
+    }
+    return static_cast<uint64_t>(old);
+}
+
+}  // namespace
+
+uint64_t atomic(void* address, int bytes, bool is_signed, AtomicOp op, uint64_t value, uint64_t compare) {
+    check_aligned(address, static_cast<size_t>(bytes));
+    memory.access(address, static_cast<size_t>(bytes), Access::atomic, __builtin_return_address(0));
+    if (bytes == 8) return apply(static_cast<uint64_t*>(address), op, value, compare);
+    if (is_signed)
+        return apply(static_cast<int32_t*>(address), op, static_cast<int32_t>(value), static_cast<int32_t>(compare));
+    return apply(static_cast<uint32_t*>(address), op, static_cast<uint32_t>(value), static_cast<uint32_t>(compare));
+}
+
+}  // namespace emulator

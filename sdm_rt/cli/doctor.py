@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
-import importlib.util
 import json
 import platform
 import sys
@@ -17,7 +16,10 @@ import torch
 
 import sdm_rt
 from sdm_rt.cli import machine, selftest
+from sdm_rt.errors import MissingDependencyError
 from sdm_rt.ops.availability import gpu_path_obstacle
+from sdm_rt.runtime import driver
+from sdm_rt.runtime.dependencies import install_command, load_cupy, load_nvrtc
 
 __all__ = ["CPU_CHECKS", "CUDA_CHECKS", "CUDA_TRIALS", "Check", "Report", "add_arguments", "examine", "run"]
 
@@ -71,8 +73,8 @@ class Report:
     @property
     def install_command(self) -> str:
         """The one command that installs what the GPU path lacks; empty where no package is missing."""
-        missing = tuple(check.package for check in self.cuda.values() if check.package)
-        return machine.install_command(missing, machine.cuda_major()) if missing else ""
+        missing = [check.package for check in self.cuda.values() if check.package]
+        return install_command(*missing) if missing else ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON-compatible data."""
@@ -124,15 +126,19 @@ def check_cpu_op() -> Check:
 
 def check_driver() -> Check:
     """Ask the NVIDIA driver what it supports."""
-    version = machine.driver_version()
-    if version is None:
-        return Check("missing", "no usable CUDA driver", "install the NVIDIA driver of the GPU")
-    return Check("ok", f"supports CUDA {version[0]}.{version[1]}")
+    try:
+        major, minor = driver.driver_version()
+    except MissingDependencyError as error:
+        return Check("missing", _first_clause(error), "install the NVIDIA driver of the GPU")
+    return Check("ok", f"supports CUDA {major}.{minor}")
 
 
 def check_gpus() -> Check:
     """List the GPUs; one of them must have the compute capability that the kernels need."""
-    devices = machine.driver_devices()
+    try:
+        devices = machine.gpus()
+    except MissingDependencyError:
+        devices = []
     if not devices:
         return Check("missing", "none found", "CPU tensors work without one")
     detail = ", ".join(f"{name} (compute capability {major}.{minor})" for name, (major, minor) in devices)
@@ -151,20 +157,19 @@ def check_torch_cuda() -> Check:
 
 
 def check_cupy() -> Check:
-    """Import CuPy."""
-    if importlib.util.find_spec("cupy") is None:
-        return Check("missing", "not installed", SEE_COMMAND, "cupy")
-    return Check("ok", machine.import_cupy().__version__)
+    """Import CuPy as the kernels do."""
+    try:
+        return Check("ok", load_cupy().__version__)
+    except MissingDependencyError as error:
+        return Check("missing", _first_clause(error), SEE_COMMAND, "cupy")
 
 
 def check_nvrtc() -> Check:
     """Load NVRTC as CuPy does, and name the files of it in this process."""
-    if importlib.util.find_spec("cupy") is None:
-        return Check("missing", "is loaded by CuPy", SEE_COMMAND, "nvidia-cuda-nvrtc")
     try:
-        version = machine.import_cupy().cuda.nvrtc.getVersion()
-    except (ImportError, OSError, RuntimeError) as error:
-        return Check("missing", _first_line(error), SEE_COMMAND, "nvidia-cuda-nvrtc")
+        version = load_nvrtc().getVersion()
+    except MissingDependencyError as error:
+        return Check("missing", _first_clause(error), SEE_COMMAND, "nvidia-cuda-nvrtc")
     release = ".".join(str(part) for part in version)
     return Check("ok", ", ".join([release, *machine.loaded_libraries("libnvrtc")]))
 
@@ -262,6 +267,10 @@ def _perform(check: Callable[[], Check]) -> Check:
         return check()
     except Exception as error:  # a broken installation may raise anything, and the report must still be whole
         return Check("failed", f"{type(error).__name__}: {_first_line(error)}")
+
+
+def _first_clause(error: BaseException) -> str:
+    return _first_line(error).partition(";")[0]
 
 
 def _first_line(error: BaseException) -> str:

@@ -13,6 +13,7 @@ import torch
 
 from sdm_rt.cli import doctor, machine, main, selftest
 from sdm_rt.cli.doctor import Check
+from sdm_rt.errors import MissingDependencyError
 
 
 def fake(status: str, **fields: str):
@@ -127,18 +128,31 @@ def test_nan_is_an_error_of_infinite_size(monkeypatch: pytest.MonkeyPatch) -> No
 def test_missing_packages_make_one_command(
     monkeypatch: pytest.MonkeyPatch, cuda_path: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    def missing() -> None:
+        raise MissingDependencyError("the GPU path needs this; install it with: more than is missing")
+
+    monkeypatch.setattr(doctor, "load_cupy", missing)
+    monkeypatch.setattr(doctor, "load_nvrtc", missing)
     monkeypatch.setattr(machine, "header_folders", list)
-    monkeypatch.setattr(machine, "cuda_major", lambda: 12)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
     cuda_path["checks"].update(
         {"CuPy": doctor.check_cupy, "NVRTC": doctor.check_nvrtc, "CUDA headers": doctor.check_headers}
     )
     assert main(["doctor"]) == 0
-    line = next(line for line in capsys.readouterr().out.splitlines() if "pip install" in line)
-    command = line.partition(": ")[2]
-    assert command == (
-        "python -m pip install 'cupy-cuda12x>=14' 'nvidia-cuda-nvrtc-cu12' 'nvidia-cuda-runtime-cu12'"
-    )
+    printed = capsys.readouterr().out
+    assert printed.count("pip install") == 1
+    line = next(line for line in printed.splitlines() if "pip install" in line)
+    for package in ("cupy-cuda12x", "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-runtime-cu12"):
+        assert f" '{package}" in line
+
+
+def test_no_driver_and_no_gpu_are_told_apart_from_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise MissingDependencyError("the GPU path needs an NVIDIA driver; install one")
+
+    monkeypatch.setattr(doctor.driver, "library", missing)
+    assert doctor.check_driver().detail == "the GPU path needs an NVIDIA driver"
+    assert (doctor.check_driver().status, doctor.check_gpus().status) == ("missing", "missing")
 
 
 def test_headers_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
@@ -157,7 +171,7 @@ def test_headers_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     ],
 )
 def test_gpu_needs_compute_capability_8(monkeypatch: pytest.MonkeyPatch, devices, status: str) -> None:
-    monkeypatch.setattr(machine, "driver_devices", lambda: devices)
+    monkeypatch.setattr(machine, "gpus", lambda: devices)
     check = doctor.check_gpus()
     assert check.status == status
     assert all(f"{name} (compute capability " in check.detail for name, _ in devices)

@@ -100,12 +100,9 @@ class SparseDeltaMemory(nn.Module):
         self.Wog = nn.Linear(dim, dim) if args.output_gate else None
         self.A_log = nn.Parameter(torch.empty(heads))
         self.dt_bias = nn.Parameter(torch.empty(heads))
-        for parameter in (self.A_log, self.dt_bias):
-            parameter._no_weight_decay = True  # type: ignore[attr-defined]
         self.memory: nn.Parameter | None
         if args.backprop_on_memory:
             self.memory = nn.Parameter(torch.empty(heads * args.slots_per_head, args.head_dim))
-            self.memory._sdm_memory_bank = True  # type: ignore[attr-defined]
         else:
             self.register_parameter("memory", None)
         self.read_act = make_activation(args.read_act, args.read_act_scale)
@@ -113,7 +110,18 @@ class SparseDeltaMemory(nn.Module):
         self.readings_norm = nn.LayerNorm(args.head_dim, args.norm_eps) if args.normalize_readings else None
         self.query_bn = nn.BatchNorm1d(key_width) if args.query_batchnorm else None
         self.key_bn = nn.BatchNorm1d(key_width) if args.query_batchnorm else None
+        self._mark_parameters()
         self.init_weights()
+
+    def _mark_parameters(self) -> None:
+        for parameter in (self.A_log, self.dt_bias):
+            parameter._no_weight_decay = True  # type: ignore[attr-defined]
+        if self.memory is not None:
+            self.memory._sdm_memory_bank = True  # type: ignore[attr-defined]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._mark_parameters()  # deepcopy makes new parameters without their attributes
 
     @torch.no_grad()
     def init_weights(
@@ -136,11 +144,11 @@ class SparseDeltaMemory(nn.Module):
             Multiplies the standard deviation of every projection, not that of the bank; default 1.
         """
         std = self.args.dim**-0.5 if init_std is None else init_std
-        projection_std = std if width_scaling is None else std * width_scaling
-        for name, value in (("init_std", std), ("factor", factor), ("width_scaling", projection_std / std)):
+        scaling = 1.0 if width_scaling is None else width_scaling
+        for name, value in (("init_std", std), ("factor", factor), ("width_scaling", scaling)):
             if not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{name}: expected a positive number, got {value}")
-        for projection in (
+        projections = (
             self.Wq_read,
             self.Wk_write,
             self.Wv_write,
@@ -148,9 +156,10 @@ class SparseDeltaMemory(nn.Module):
             self.b_proj,
             self.Wog,
             self.Wo,
-        ):
+        )
+        for projection in projections:
             if projection is not None:
-                _trunc_normal_(projection.weight, projection_std / (factor if projection is self.Wo else 1.0))
+                _trunc_normal_(projection.weight, std * scaling / (factor if projection is self.Wo else 1.0))
                 nn.init.zeros_(projection.bias)
         if self.memory is not None:
             _trunc_normal_(self.memory, std)

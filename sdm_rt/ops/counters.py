@@ -5,10 +5,21 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-__all__ = ["count_repeats", "last_dispatch", "record_dispatch", "repeated_write_slots", "reset_dispatch"]
+import torch
+from torch import Tensor
+
+__all__ = [
+    "count_repeats",
+    "device_repeats",
+    "last_dispatch",
+    "record_dispatch",
+    "repeated_write_slots",
+    "reset_dispatch",
+]
 
 _lock = threading.Lock()
 _repeats = 0
+_on_device: dict[torch.device, Tensor] = {}
 _dispatch: dict[str, Any] = {}
 
 
@@ -19,11 +30,22 @@ def count_repeats(count: int) -> None:
         _repeats += count
 
 
+def device_repeats(device: torch.device) -> Tensor:
+    """Return the counter of a GPU, int64 [1], that its kernels add to."""
+    with _lock:
+        counter = _on_device.get(device)
+        if counter is None:
+            counter = torch.zeros(1, dtype=torch.int64, device=device)
+            torch.cuda.current_stream(device).synchronize()  # before any other stream adds to it
+            _on_device[device] = counter
+        return counter
+
+
 def repeated_write_slots(reset: bool = True) -> int:
     """Return how many write entries repeated a slot of their own token since the last reset.
 
     A repeated slot is legal: it decays once, by the gate of its first lane, and its weights add. Many
-    repeats usually mean a fault in the indices.
+    repeats usually mean a fault in the indices. Waits for the GPUs that have run ops.
 
     Parameters
     ----------
@@ -35,6 +57,12 @@ def repeated_write_slots(reset: bool = True) -> int:
         count = _repeats
         if reset:
             _repeats = 0
+        for device, counter in _on_device.items():
+            torch.cuda.synchronize(device)
+            count += int(counter)
+            if reset:
+                counter.zero_()
+                torch.cuda.synchronize(device)
     return count
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +20,12 @@ from sdm_rt.ops.checks import (
     resolve_streams,
 )
 from sdm_rt.ops.counters import count_repeats, record_dispatch
+from sdm_rt.ops.decode_launch import decode_on_gpu
+from sdm_rt.runtime.interop import empty_like_caller, is_cupy, producer_stream, to_tensor
 
 __all__ = ["sdm_decode_step"]
+
+NAMES = ("k_idx", "k_val", "v", "beta", "g", "q_idx", "q_val")
 
 
 def sdm_decode_step(
@@ -59,27 +64,80 @@ def sdm_decode_step(
     Returns
     -------
     Tensor
-        Readings [P, D] in the bank's dtype.
+        Readings [P, D] in the bank's dtype; a CuPy array for a CuPy bank. Every argument may be a CuPy array
+        or another object with ``__dlpack__``.
 
     Raises
     ------
     RuntimeError
-        Grad mode is on and an input requires grad.
+        Grad mode is on and an input requires grad. On a GPU also: a part of the GPU path is missing
+        (`MissingDependencyError`), a GPU below compute capability 8.0, a kernel that would have to be
+        compiled inside a CUDA graph capture.
     TypeError, ValueError
         A dtype, shape, device or index that does not fit; the message names the argument. Nothing has
         been changed.
     """
-    tokens = {"k_idx": k_idx, "k_val": k_val, "v": v, "beta": beta, "g": g, "q_idx": q_idx, "q_val": q_val}
+    operands = (k_idx, k_val, v, beta, g, q_idx, q_val)
+    given = (memory, *operands) if lengths is None else (memory, *operands, lengths)
+    for array in given:
+        if not isinstance(array, Tensor):
+            return _decode_foreign(memory, operands, lengths)
+    return _decode(memory, operands, lengths, None)
+
+
+def _decode(
+    memory: Tensor, operands: tuple[Tensor, ...], lengths: Tensor | None, readings: Tensor | None
+) -> Tensor:
+    """Refuse what needs gradients, then run on the bank's device."""
+    if torch.is_grad_enabled():
+        for name, tensor in zip(("memory", *NAMES), (memory, *operands), strict=True):
+            if tensor.requires_grad:
+                raise RuntimeError(
+                    f"{name}: requires grad, and sdm_decode_step is not differentiable; use sdm_write_read, "
+                    f"or call it under torch.no_grad()"
+                )
+    if memory.is_cuda:
+        return decode_on_gpu(memory, operands, lengths, partial(_check, memory, operands, lengths), readings)
+    shape, flat = _check(memory, operands, lengths, values=not memory.is_meta)
+    if memory.is_meta:
+        return memory.new_empty(shape.streams, memory.shape[1])
+    streams = Streams.sorted_by_length(list(range(shape.streams)), _steps(shape, lengths), memory.device)
+    with torch.no_grad():
+        out, _, repeats = advance(memory, Tokens(**flat), streams, None)
+    count_repeats(repeats)
+    record_dispatch({"op": "decode", "path": "recurrence", "streams": shape.streams})
+    return out
+
+
+def _decode_foreign(memory: Any, operands: tuple[Any, ...], lengths: Any) -> Any:
+    """Run on arrays of another library; a CuPy bank gets CuPy readings."""
+    with producer_stream(memory):
+        bank = to_tensor(memory, "memory")
+        tensors = tuple(to_tensor(array, name) for name, array in zip(NAMES, operands, strict=True))
+        steps = None if lengths is None else to_tensor(lengths, "lengths")
+        if not is_cupy(memory):
+            return _decode(bank, tensors, steps, None)
+        shape, _ = _check(bank, tensors, steps, values=False)
+        readings = empty_like_caller(memory, (shape.streams, bank.shape[1]))
+        _decode(bank, tensors, steps, to_tensor(readings, "readings"))
+        return readings
+
+
+def _check(
+    memory: Tensor, operands: tuple[Tensor, ...], lengths: Tensor | None, values: bool
+) -> tuple[StreamShape, dict[str, Tensor]]:
+    """Check a call; return its layout and its tensors as [P, *].
+
+    Parameters
+    ----------
+    memory, operands, lengths
+        The arguments of the call.
+    values : bool
+        Whether lengths and indices are looked at too, which waits for their device.
+    """
     check_bank(memory)
-    shape, flat = _check(memory, tokens, lengths)
-    return _decode_by_recurrence(memory, flat, shape, lengths)
-
-
-def _check(memory: Tensor, tokens: dict[str, Any], lengths: Any) -> tuple[StreamShape, dict[str, Tensor]]:
-    """Check everything that needs no value of a tensor; return the layout and the tensors as [P, *]."""
+    tokens = dict(zip(NAMES, operands, strict=True))
     k_idx = tokens["k_idx"]
-    if not isinstance(k_idx, Tensor):
-        raise TypeError(f"k_idx: expected a torch.Tensor, got {type(k_idx).__name__}")
     if k_idx.dim() not in (2, 3) or (k_idx.dim() == 3 and k_idx.shape[1] != 1):
         raise ValueError(f"k_idx: expected one token a stream, [P, W] or [P, 1, W], got {list(k_idx.shape)}")
     streams = k_idx.shape[0]
@@ -92,30 +150,14 @@ def _check(memory: Tensor, tokens: dict[str, Any], lengths: Any) -> tuple[Stream
     shape = resolve_streams(memory, k_idx, slots, streams, False, lengths, None)
     flat = flatten_tokens(tokens, shape)
     check_token_tensors(memory, flat, shape.leading, "P")
-    given = {"memory": memory, **flat} | ({} if lengths is None else {"lengths": lengths})
-    check_one_device(given)
-    if torch.is_grad_enabled():
-        for name, tensor in given.items():
-            if tensor.requires_grad:
-                raise RuntimeError(
-                    f"{name}: requires grad, and sdm_decode_step is not differentiable; use sdm_write_read, or call "
-                    f"under torch.no_grad()"
-                )
+    check_one_device({"memory": memory, **flat} | ({} if lengths is None else {"lengths": lengths}))
+    if values:
+        steps = _steps(shape, lengths)
+        for name in ("k_idx", "q_idx"):
+            check_index_range(name, flat[name], shape, list(range(streams)), steps)
     return shape, flat
 
 
-def _decode_by_recurrence(
-    memory: Tensor, flat: dict[str, Tensor], shape: StreamShape, lengths: Tensor | None
-) -> Tensor:
-    """Run the definition in torch."""
-    steps = [1] * shape.streams if lengths is None else check_stream_lengths(lengths, 1)
-    starts = list(range(shape.streams))
-    for name in ("k_idx", "q_idx"):
-        check_index_range(name, flat[name], shape, starts, steps)
-    with torch.no_grad():
-        readings, _, repeats = advance(
-            memory, Tokens(**flat), Streams.sorted_by_length(starts, steps, memory.device), None
-        )
-    count_repeats(repeats)
-    record_dispatch({"op": "decode", "path": "recurrence", "streams": shape.streams})
-    return readings
+def _steps(shape: StreamShape, lengths: Tensor | None) -> list[int]:
+    """Return how many tokens each stream takes: 0 or 1."""
+    return [1] * shape.streams if lengths is None else check_stream_lengths(lengths, 1)

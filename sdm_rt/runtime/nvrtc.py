@@ -59,7 +59,7 @@ class Compiled:
 
 @dataclass(frozen=True)
 class KernelFigures:
-    """What ptxas reports of a kernel on a target: registers and bytes of a thread, shared memory of a block."""
+    """What ptxas reports of a kernel: registers and bytes of a thread, shared memory of a block."""
 
     registers: int
     static_shared: int

@@ -120,7 +120,7 @@ class SparseDeltaMemory(nn.Module):
             self.memory._sdm_memory_bank = True  # type: ignore[attr-defined]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._mark_parameters()  # deepcopy makes new parameters without their attributes
 
     @torch.no_grad()

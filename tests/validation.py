@@ -28,6 +28,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE_FOLDERS = ("kernels_cu", "sdm_rt")
+SHIPPED = Path("sdm_rt", "runtime", "validated.json")
 SOURCE_SUFFIXES = (".py", ".cu", ".cuh")
 PACKAGES = ("sdm_rt", "torch", "numpy", "cupy-cuda12x", "cupy-cuda13x", "cuda-bindings", "pytest")
 REQUIRED_KEYS = ("gpu", "compute_capability", "date", "fingerprint", "versions", "tests", "figures")
@@ -116,6 +117,24 @@ def record_name(gpu: str) -> str:
     return "_".join(words) + ".json"
 
 
+def validated(root: Path = ROOT) -> list[dict[str, list[int]]]:
+    """Return what the package itself knows of the records of ``root``: the compute capabilities they cover."""
+    records = (
+        json.loads(path.read_text(encoding="utf-8")) for path in (root / "docs/validation").glob("*.json")
+    )
+    capabilities = {tuple(map(int, record["compute_capability"].split("."))) for record in records}
+    return [{"compute_capability": list(capability)} for capability in sorted(capabilities)]
+
+
+def save(content: dict[str, Any], root: Path = ROOT) -> tuple[Path, Path]:
+    """Write a record, and the list of validated GPUs that the package ships; return both files."""
+    path, shipped = root / "docs" / "validation" / record_name(content["gpu"]), root / SHIPPED
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    shipped.write_text(json.dumps(validated(root), indent=2) + "\n", encoding="utf-8")
+    return path, shipped
+
+
 def check(root: Path = ROOT) -> tuple[list[str], bool]:
     """Return one line for each record of ``root``, and whether every record could be read."""
     lines, readable = [], True
@@ -170,10 +189,8 @@ def _write(arguments: argparse.Namespace) -> None:
         figures,
         sources,
     )
-    arguments.folder.mkdir(parents=True, exist_ok=True)
-    path = arguments.folder / record_name(properties.name)
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    print(path)
+    for path in save(content):
+        print(path)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -184,9 +201,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     write = commands.add_parser("write", help="record a green run, on the machine of the run")
     write.add_argument("--junit", type=Path, nargs="+", required=True, help="JUnit reports of the run")
     write.add_argument("--figures", type=Path, help="JSON file of measured figures")
-    write.add_argument(
-        "--folder", type=Path, default=ROOT / "docs" / "validation", help="where it is written"
-    )
     arguments = parser.parse_args(argv)
     if arguments.command == "fingerprint":
         print(fingerprint())

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.validation import (
+    ROOT,
+    SHIPPED,
     Counts,
     ValidationError,
     check,
@@ -16,6 +18,8 @@ from tests.validation import (
     read_junit,
     record,
     record_name,
+    save,
+    validated,
 )
 
 JUNIT = """<?xml version="1.0" encoding="utf-8"?>
@@ -40,11 +44,8 @@ def tree(tmp_path: Path) -> Path:
 
 def write_record(root: Path, sources: str) -> Path:
     content = record(Counts(passed=7, gpu_passed=3), "NVIDIA H200", "9.0", {"torch": "2.13.0"}, {}, sources)
-    folder = root / "docs" / "validation"
-    folder.mkdir(parents=True)
-    path = folder / record_name("NVIDIA H200")
-    path.write_text(json.dumps(content))
-    return path
+    (root / SHIPPED).parent.mkdir(parents=True, exist_ok=True)
+    return save(content, root)[0]
 
 
 @pytest.mark.parametrize(
@@ -141,6 +142,16 @@ def test_check_reports_an_unreadable_record(tree: Path, content: str) -> None:
 )
 def test_record_name(gpu: str, name: str) -> None:
     assert record_name(gpu) == name
+
+
+def test_a_record_tells_the_package_what_is_validated(tree: Path) -> None:
+    assert validated(tree) == []
+    write_record(tree, fingerprint(tree))
+    assert json.loads((tree / SHIPPED).read_text()) == [{"compute_capability": [9, 0]}]
+
+
+def test_the_package_claims_what_the_records_say() -> None:
+    assert json.loads((ROOT / SHIPPED).read_text()) == validated()
 
 
 def test_records_of_this_tree_are_readable(capsys: pytest.CaptureFixture[str]) -> None:

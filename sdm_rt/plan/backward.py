@@ -253,7 +253,7 @@ def plan_reference_backward(
         The plan of `plan_backward` with that exchange.
     """
     plan = plan_backward(shape, device)
-    if shape.streams >= 2 and shape.chunk >= 2 and ieee_products:
+    if not plan.steps or (shape.streams >= 2 and shape.chunk >= 2 and ieee_products):
         return replace(plan, name="backward (reference)")
     library = LibraryCall(
         name="du_update",

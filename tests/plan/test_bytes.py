@@ -1,0 +1,100 @@
+"""Bytes moved and time floors against the flagship's figures and against a count by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from sdm_rt.plan.backward import plan_backward
+from sdm_rt.plan.decode import plan_decode
+from sdm_rt.plan.device import preset
+from sdm_rt.plan.forward import plan_forward
+from sdm_rt.plan.shapes import DecodeShape, WriteReadShape
+from sdm_rt.plan.step_plan import StepPlan
+from tests.plan.cases import FLAGSHIP, WRITE_READ_CASES
+
+ROWS = 8192 * 2048  # bytes of one step's write rows, and of its read rows: 16.8 MB
+
+
+def step_floor(plan: StepPlan) -> int:
+    return sum(call.floor_bytes for call in plan.step)
+
+
+def test_flagship_forward_step_is_67_megabytes_and_15_8_us() -> None:
+    plan = plan_forward(FLAGSHIP, preset("h200"))
+    assert step_floor(plan) == 4 * ROWS
+    assert step_floor(plan) / 1e6 == pytest.approx(67, abs=0.2)
+    assert plan.device.floor_us(step_floor(plan)) == pytest.approx(15.8, abs=0.05)
+
+
+def test_flagship_backward_step_is_117_megabytes_and_27_6_us() -> None:
+    plan = plan_backward(FLAGSHIP, preset("h200"))
+    assert step_floor(plan) == 7 * ROWS
+    assert step_floor(plan) / 1e6 == pytest.approx(117, abs=0.5)
+    assert plan.device.floor_us(step_floor(plan)) == pytest.approx(27.6, abs=0.05)
+
+
+def test_flagship_loops_are_8_1_and_14_1_ms() -> None:
+    forward, backward = plan_forward(FLAGSHIP, preset("h200")), plan_backward(FLAGSHIP, preset("h200"))
+    assert forward.steps == backward.steps == 512
+    assert forward.device.floor_us(forward.total("floor_bytes")) / 1e3 == pytest.approx(8.1, abs=0.05)
+    assert backward.device.floor_us(backward.total("floor_bytes")) / 1e3 == pytest.approx(14.1, abs=0.06)
+
+
+def test_no_grad_forward_leaves_out_the_snapshot() -> None:
+    assert step_floor(plan_forward(WRITE_READ_CASES["flagship_no_grad"], preset("h200"))) == 3 * ROWS
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "row"), [("none", 2048), ("bf16", 2048), ("fp8", 1024 + 4), ("int4", 512 + 4)]
+)
+def test_snapshot_rows_by_mode(snapshot: str, row: int) -> None:
+    shape = dataclasses.replace(FLAGSHIP, snapshot=snapshot)
+    assert shape.snapshot_row_bytes == row
+    assert step_floor(plan_forward(shape, preset("h200"))) == 3 * ROWS + 8192 * row
+    assert step_floor(plan_backward(shape, preset("h200"))) == 6 * ROWS + 8192 * row
+
+
+def test_int4_rows_of_odd_width_round_up() -> None:
+    shape = WriteReadShape(1, 64, 64, 8, 8, 101, 64, snapshot="int4")
+    assert shape.snapshot_row_bytes == 51 + 4
+
+
+def test_float32_gradient_bank_doubles_its_rows() -> None:
+    shape = WRITE_READ_CASES["float32_gradient"]
+    # Gradient rows: K read and written, Q read and written. Snapshot, Q rows and restored rows stay.
+    assert step_floor(plan_backward(shape, preset("h200"))) == (4 * 2 + 3) * ROWS
+
+
+def test_a_small_bank_bounds_the_rows_of_a_step() -> None:
+    shape = WriteReadShape(3, 64, 64, 64, 32, 128, 1000)
+    assert shape.write_rows == 3 * 1000
+    assert shape.read_rows == 3 * 1000
+    assert step_floor(plan_forward(shape, preset("h200"))) == 3 * (3 * 1000 + 1000) * 256
+
+
+def test_bytes_moved_by_hand() -> None:
+    """One token, one slot, one column, float32 bank: every operand counted once."""
+    shape = WriteReadShape(1, 1, 1, 1, 1, 1, 1, bank_dtype="float32")
+    gather, dual_matmul, decay_write = plan_forward(shape, preset("h100")).step
+    # Rows of K, Q and the snapshot; two int64 indices and two float32 weights; retrieved and inter.
+    assert gather.bytes_moved == 3 * 4 + 2 * (8 + 4) + 2 * 4
+    # x, qx and a; beta; v and readings; retrieved, inter, delta and err.
+    assert dual_matmul.bytes_moved == 3 * 4 + 4 + 2 * 4 + 4 * 4
+    # The row read and written; payload, slot, weight and rex of the entry; delta.
+    assert decay_write.bytes_moved == 2 * 4 + 4 * 4 + 4
+
+
+def test_totals_add_up() -> None:
+    plan = plan_backward(WriteReadShape(2, 150, 64, 8, 8, 128, 256), preset("h100"))
+    for field in ("bytes_moved", "floor_bytes"):
+        assert plan.total(field) == sum(getattr(call, field) for _, call in plan.launches())
+    assert plan.launch_count == len(list(plan.launches())) == 3 * 4 + 1
+
+
+def test_decode_moves_write_rows_twice_and_read_rows_once() -> None:
+    plan = plan_decode(DecodeShape(16, 64, 32, 1024), preset("h200"))
+    assert plan.total("floor_bytes") == 16 * (2 * 64 + 32) * 2048
+    token = 16 * (96 * (8 + 2) + 2 * 2048 + 4 * (1 + 1))
+    assert plan.total("bytes_moved") == plan.total("floor_bytes") + token

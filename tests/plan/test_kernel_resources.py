@@ -1,0 +1,79 @@
+"""The table of compiled kernels' resources: lookups, targets, budgets, and that the two never mix."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from sdm_rt.plan import kernel_resources as module
+from sdm_rt.plan.device import preset
+from sdm_rt.plan.kernel_resources import BUDGETS, TABLE, KernelResources, kernel_resources, resource_key
+from sdm_rt.runtime.kernel import KernelSpec
+
+SPEC = KernelSpec("decode.cu", ("decode",), (("BANK", "Bf16"), ("VECTOR", "8")))
+FIGURES = {"registers": 40, "static_shared": 16, "spill_stores": 0, "spill_loads": 0}
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = {
+        "decode.cu": {
+            "decode|-DBANK=Bf16 -DVECTOR=8": {
+                "sm_80": FIGURES,
+                "sm_86": {**FIGURES, "registers": 41},
+                "sm_100": {**FIGURES, "registers": 50},
+            }
+        }
+    }
+    monkeypatch.setattr(module, "_table", lambda: content)
+
+
+def test_key() -> None:
+    assert resource_key(SPEC, "decode") == "decode|-DBANK=Bf16 -DVECTOR=8"
+    assert resource_key(KernelSpec("x.cu", ("x",)), "x") == "x|"
+
+
+@pytest.mark.usefixtures("table")
+@pytest.mark.parametrize(
+    ("capability", "registers"), [((8, 0), 40), ((8, 6), 41), ((8, 9), 41), ((10, 0), 50), ((10, 3), 50)]
+)
+def test_a_target_without_figures_takes_those_of_the_nearest_older_one(
+    capability: tuple[int, int], registers: int
+) -> None:
+    device = dataclasses.replace(preset("a100"), compute_capability=capability)
+    assert kernel_resources(SPEC, "decode", device) == KernelResources(registers, 16, 0, 0, measured=True)
+
+
+@pytest.mark.usefixtures("table")
+def test_missing_figures_are_an_error_that_names_them() -> None:
+    with pytest.raises(LookupError, match=r"decode\.cu decode\|-DBANK=Bf16 -DVECTOR=8 for sm_90"):
+        kernel_resources(SPEC, "decode", preset("h100"))
+    other = KernelSpec("decode.cu", ("decode",), (("BANK", "float"),))
+    with pytest.raises(LookupError, match="-DBANK=float"):
+        kernel_resources(other, "decode", preset("a100"))
+    with pytest.raises(LookupError, match=r"unknown\.cu"):
+        kernel_resources(KernelSpec("unknown.cu", ("x",)), "x", preset("a100"))
+
+
+def test_budgets_are_what_launch_bounds_enforce() -> None:
+    spec = KernelSpec("gather.cu", ("gather",))
+    assert kernel_resources(spec, "gather", preset("h100")) == KernelResources(64, measured=False)
+    update = KernelSpec("du_update.cu", ("du_update",))
+    assert kernel_resources(update, "du_update", preset("h100")).registers == 255
+
+
+def test_a_measured_kernel_has_no_budget() -> None:
+    measured = json.loads(TABLE.read_text(encoding="utf-8"))
+    assert not set(measured) & set(BUDGETS)
+
+
+def test_the_table_has_figures_of_one_form() -> None:
+    for kernels in json.loads(TABLE.read_text(encoding="utf-8")).values():
+        for key, targets in kernels.items():
+            assert "|" in key
+            for target, figures in targets.items():
+                assert target.startswith("sm_")
+                assert 1 <= figures["registers"] <= 255
+                assert set(figures) >= set(FIGURES)

@@ -1,0 +1,206 @@
+"""The stepwise schedules: names, order, PDL flags of every step, the trigger rule, the reference variant."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from sdm_rt.plan.backward import plan_backward, plan_reference_backward
+from sdm_rt.plan.device import PRESETS, DeviceModel, preset
+from sdm_rt.plan.forward import plan_forward
+from sdm_rt.plan.launch import Launch, LibraryCall
+from sdm_rt.plan.shapes import WriteReadShape
+from sdm_rt.plan.step_plan import StepPlan
+from tests.plan.cases import FLAGSHIP, WRITE_READ_CASES
+
+WITH_PDL = [name for name, model in PRESETS.items() if model.compute_capability >= (9, 0)]
+WITHOUT_PDL = [name for name, model in PRESETS.items() if model.compute_capability < (9, 0)]
+FITTING = [name for name in WRITE_READ_CASES if name not in ("batch", "largest_chunk")]
+
+
+def rows(plan: StepPlan) -> list[tuple[int | None, str, bool]]:
+    """Return (step, name, PDL flag) of the whole sequence."""
+    return [(step, call.name, isinstance(call, Launch) and call.pdl) for step, call in plan.launches()]
+
+
+def test_presets_with_and_without_pdl() -> None:
+    assert WITH_PDL == ["h100", "h200", "b200", "rtxpro6000"]
+    assert WITHOUT_PDL == ["a100", "rtx4090"]
+
+
+@pytest.mark.parametrize("device", WITH_PDL)
+def test_forward_sequence_with_pdl(device: str) -> None:
+    shape = WriteReadShape(2, 150, 64, 8, 8, 128, 256)
+    one_step = [("gather", False), ("dual_matmul", False), ("decay_write", True)]
+    expected = [(step, name, pdl) for step in (0, 1, 2) for name, pdl in one_step]
+    assert rows(plan_forward(shape, preset(device))) == expected
+
+
+@pytest.mark.parametrize("device", WITH_PDL)
+def test_backward_sequence_with_pdl(device: str) -> None:
+    shape = WriteReadShape(2, 150, 64, 8, 8, 128, 256)
+    expected: list[tuple[int | None, str, bool]] = []
+    for step in (2, 1, 0):
+        expected += [
+            (step, "gwr", step != 2),
+            (step, "du_update", True),
+            (step, "phase_a", True),
+            (step, "gds", True),
+        ]
+    expected.append((None, "column_sum", False))
+    assert rows(plan_backward(shape, preset(device))) == expected
+
+
+@pytest.mark.parametrize("device", WITHOUT_PDL)
+@pytest.mark.parametrize("case", FITTING)
+def test_below_9_0_nothing_uses_pdl(device: str, case: str) -> None:
+    shape = WRITE_READ_CASES[case]
+    planners = (plan_forward, plan_backward, plan_reference_backward) if shape.training else (plan_forward,)
+    for planner in planners:
+        for launch in planner(shape, preset(device)).kernels():
+            assert not launch.pdl
+            assert not launch.triggers
+            assert not {"SDM_PDL_WAIT", "SDM_PDL_TRIGGER"} & dict(launch.kernel.defines).keys()
+
+
+@pytest.mark.parametrize("device", WITH_PDL)
+@pytest.mark.parametrize("case", WRITE_READ_CASES)
+def test_only_the_dual_matmul_triggers(device: str, case: str) -> None:
+    shape = WRITE_READ_CASES[case]
+    plans = [plan_forward(dataclasses.replace(shape, training=False), preset(device))]
+    if shape.training and case in FITTING:
+        plans.append(plan_backward(shape, preset(device)))
+    for plan in plans:
+        assert {launch.name for launch in plan.kernels() if launch.triggers} <= {"dual_matmul"}
+
+
+def triggers(shape: WriteReadShape, device: DeviceModel) -> bool:
+    plan = plan_forward(shape, device)
+    return next(launch for launch in plan.kernels() if launch.name == "dual_matmul").triggers
+
+
+def test_trigger_needs_a_chunk_of_at_most_64() -> None:
+    for chunk, expected in ((1, True), (64, True), (65, False), (128, False)):
+        shape = WriteReadShape(1, 1024, chunk, 8, 8, 128, 4096)
+        assert triggers(shape, preset("h100")) is expected
+
+
+def test_trigger_needs_the_decay_and_write_in_one_wave() -> None:
+    # 256 threads of 64 registers: four blocks an SM, 528 on 132 SMs. A stream's 64 * 64 entries take 64
+    # blocks for each of four column blocks.
+    for streams, blocks in ((2, 512), (3, 768)):
+        shape = dataclasses.replace(FLAGSHIP, streams=streams)
+        plan = plan_forward(shape, preset("h100"))
+        decay_write = plan.step[2]
+        assert isinstance(decay_write, Launch)
+        assert decay_write.blocks == blocks
+        assert decay_write.occupancy(preset("h100")).wave(preset("h100")) == 528
+        assert triggers(shape, preset("h100")) is (blocks <= 528)
+    fits_exactly = dataclasses.replace(preset("h100"), sm_count=128)
+    assert triggers(FLAGSHIP, fits_exactly)
+    assert not triggers(FLAGSHIP, dataclasses.replace(preset("h100"), sm_count=127))
+
+
+@pytest.mark.parametrize(
+    ("shape", "ieee_products", "library"),
+    [
+        (WriteReadShape(1, 128, 64, 8, 8, 128, 256), True, True),
+        (WriteReadShape(2, 3, 1, 8, 8, 128, 256), True, True),
+        (WriteReadShape(2, 128, 64, 8, 8, 128, 256), False, True),
+        (WriteReadShape(2, 128, 64, 8, 8, 128, 256), True, False),
+        (WriteReadShape(2, 128, 2, 8, 8, 128, 256), True, False),
+    ],
+)
+def test_reference_backward_calls_the_library_where_the_reference_does(
+    shape: WriteReadShape, ieee_products: bool, library: bool
+) -> None:
+    device = preset("h100")
+    plan = plan_reference_backward(shape, device, ieee_products)
+    own = plan_backward(shape, device)
+    if not library:
+        assert dataclasses.replace(plan, name=own.name) == own
+        return
+    for calls, first in ((plan.first_step, True), (plan.step, False)):
+        gwr, du_update, phase_a, gds = calls
+        assert isinstance(du_update, LibraryCall)
+        assert du_update.function == "torch.baddbmm"
+        assert isinstance(gwr, Launch)
+        assert isinstance(phase_a, Launch)
+        assert isinstance(gds, Launch)
+        assert (gwr.pdl, phase_a.pdl, gds.pdl) == (not first, False, True)
+    assert plan.epilogue == own.epilogue
+
+
+@pytest.mark.parametrize("case", ["small", "one_token"])
+def test_the_product_never_calls_a_library(case: str) -> None:
+    for planner in (plan_forward, plan_backward):
+        assert not any(
+            isinstance(call, LibraryCall) for call in planner(WRITE_READ_CASES[case], preset("h100")).calls()
+        )
+
+
+@pytest.mark.parametrize("device", PRESETS)
+@pytest.mark.parametrize("case", FITTING)
+def test_du_update_is_alone_on_its_sm(device: str, case: str) -> None:
+    shape = WRITE_READ_CASES[case]
+    if not shape.training:
+        return
+    for launch in plan_backward(shape, preset(device)).kernels():
+        if launch.name == "du_update":
+            resources = launch.resources(preset(device))
+            shared = launch.shared_memory + resources.static_shared + 1024
+            assert 2 * shared > preset(device).shared_memory_per_sm
+
+
+@pytest.mark.parametrize("planner", [plan_forward, plan_backward])
+@pytest.mark.parametrize("case", ["no_tokens", "no_streams"])
+def test_empty_calls_launch_nothing(planner: object, case: str) -> None:
+    plan = planner(WRITE_READ_CASES[case], preset("h100"))
+    assert list(plan.launches()) == []
+    assert plan.launch_count == 0
+
+
+def test_backward_of_a_call_that_saved_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="training must be True"):
+        plan_backward(WRITE_READ_CASES["flagship_no_grad"], preset("h100"))
+
+
+@pytest.mark.parametrize("case", WRITE_READ_CASES)
+def test_grids_cover_every_token_entry_and_column(case: str) -> None:
+    """Column blocks times their width reach D; blocks times their tokens or entries reach the step's."""
+    shape, device = WRITE_READ_CASES[case], preset("h100")
+    plans = [plan_forward(shape, device)] + ([plan_backward(shape, device)] if shape.training else [])
+    columns = {"gather": 512 // (shape.row_bytes // shape.head_dim), "gwr": 128, "phase_a": 128, "gds": 128}
+    columns["decay_write"] = columns["gather"]
+    per_block = {"decay_write": 64, "phase_a": 256, "gds": 256}
+    lanes = {"decay_write": shape.writes, "phase_a": shape.writes, "gds": shape.reads}
+    for launch in (launch for plan in plans for launch in plan.kernels()):
+        if launch.name not in columns:
+            continue
+        width = columns[launch.name]
+        assert (launch.grid[1] - 1) * width < shape.head_dim <= launch.grid[1] * width
+        if launch.name in per_block:
+            entries, size = shape.chunk * lanes[launch.name], per_block[launch.name]
+            blocks = launch.grid[0] // shape.streams
+            assert launch.grid[0] % shape.streams == 0
+            assert (blocks - 1) * size < entries <= blocks * size
+        else:
+            assert launch.grid[0] == shape.streams * shape.chunk
+
+
+def test_nothing_compiles_anew_for_another_length_or_stream_count() -> None:
+    device = preset("h100")
+    other = dataclasses.replace(FLAGSHIP, streams=3, tokens=777, slots=4096)
+    for planner in (plan_forward, plan_backward):
+
+        def modules(shape: WriteReadShape, planner: object = planner) -> set[object]:
+            specs = {launch.kernel for launch in planner(shape, device).kernels()}
+            return {
+                dataclasses.replace(
+                    spec, defines=tuple(pair for pair in spec.defines if pair[0] != "SDM_PDL_TRIGGER")
+                )
+                for spec in specs
+            }
+
+        assert modules(FLAGSHIP) == modules(other)

@@ -237,6 +237,13 @@ INDICES = [
         k_idx=put((1, 0, 0), 12),
     ),
     bad(
+        "a write behind the bank with checks off, which the CPU does not obey",
+        ValueError,
+        "k_idx...expected...6..11...stream 1...got 12",
+        k_idx=put((1, 0, 0), 12),
+        check_indices=False,
+    ),
+    bad(
         "a negative write index",
         ValueError,
         "k_idx...expected...0..5...stream 0...got -1",

@@ -184,13 +184,24 @@ def _transposed(x: Tensor) -> Tensor:
     return x.transpose(-1, -2).contiguous().transpose(-1, -2)
 
 
+def _time_major(x: Tensor) -> Tensor:
+    """The first two dimensions swapped in memory, as [T, P, *] stores [P, T, *]."""
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
 def _odd_strides_of_single_elements(x: Tensor) -> Tensor:
     """Dimensions of size 1 with strides that no contiguous tensor has."""
     strides = [12345 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)]
     return torch.as_strided(x.clone(), x.shape, strides)
 
 
-LAYOUTS: list[Callable[[Tensor], Tensor]] = [_strided, _offset, _transposed, _odd_strides_of_single_elements]
+LAYOUTS: list[Callable[[Tensor], Tensor]] = [
+    _strided,
+    _offset,
+    _transposed,
+    _time_major,
+    _odd_strides_of_single_elements,
+]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

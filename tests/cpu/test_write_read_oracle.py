@@ -104,6 +104,17 @@ def test_gates(gates: str, gate_per_write: bool, beta: str, writes: str) -> None
     check(problem, torch.float32)
 
 
+def test_a_decay_below_the_float32_range_is_zero() -> None:
+    # exp(-88) is a subnormal float32 number: times a row of 1e30 it would still show beside the write.
+    problem = make_problem(1, 1, 1, 1, 5, 3, gates="-88").cast(torch.float32)
+    problem = replace(problem, memory=problem.memory * 1e30)
+    row = int(problem.k_idx)
+    got = run_op(problem, return_final_bank=True)
+    assert_same_bits("row", got.bank[row], problem.k_val[0, 0] * (problem.beta[0, 0] * problem.v[0, 0]))
+    erased = run_op(replace(problem, g=torch.full_like(problem.g, -torch.inf)), return_final_bank=True)
+    assert_same_bits("row", got.bank[row], erased.bank[row])
+
+
 def test_erased_gates_have_gradient_zero_beside_a_real_one() -> None:
     problem = make_problem(2, 10, 3, 3, 4, 6, gates="some -inf", gate_per_write=True)
     gradient = run_op(problem, return_final_bank=True).gradients["g"]

@@ -16,6 +16,8 @@ from sdm_rt.cpu import recurrence
 from tests.problems import GRADIENTS, Problem, make_problem, run_op, run_oracle
 from tests.tolerances import SNAPSHOT_GRADIENT, assert_close, assert_same_bits, relative_error
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 NONFINITE = [torch.nan, torch.inf, -torch.inf]
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sdm_rt import repeated_write_slots, sdm_write_read
-from sdm_rt.ops.decode import sdm_decode_step
+from sdm_rt import repeated_write_slots, sdm_decode_step, sdm_write_read
 
 P, T, W, R, D, S = 2, 32, 4, 4, 16, 64  # streams, tokens, slots written and read a token, columns, slots
 

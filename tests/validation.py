@@ -118,7 +118,7 @@ def record_name(gpu: str) -> str:
 
 
 def validated(root: Path = ROOT) -> list[dict[str, list[int]]]:
-    """Return what the package itself knows of the records of ``root``: the compute capabilities they cover."""
+    """Return what the package ships of the records of ``root``: the compute capabilities they cover."""
     records = (
         json.loads(path.read_text(encoding="utf-8")) for path in (root / "docs/validation").glob("*.json")
     )

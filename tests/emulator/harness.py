@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -64,7 +65,8 @@ class EmulatorError(AssertionError):
     Parameters
     ----------
     kind : str
-        Which check found it: ``bounds``, ``race``, ``unwritten``, ``barrier``, ``mask``, ``shuffle``, ``pdl``,
+        Which check found it: ``bounds``, ``race``, ``unwritten``, ``barrier``, ``deadlock``, ``mask``, ``shuffle``,
+        ``pdl``, ``copy``, ``mbarrier``, ``trap``,
         ``shared``, ``readonly``, ``undeclared``, ``alignment``, ``cluster``, ``arguments``, ``address`` or ``undefined`` (the
         sanitizers), ``order`` (the result depends on the order of threads or on garbage).
     report : str
@@ -82,11 +84,30 @@ class CompileError(AssertionError):
 
 @dataclass(frozen=True)
 class Replacement:
-    """One textual change of a kernel's source, to seed a fault."""
+    """One textual change of a kernel's source, to seed a fault.
+
+    Parameters
+    ----------
+    file, old, new : str
+        The file, the text looked for and the text in its place.
+    occurrence : int, optional
+        Which occurrence of ``old``, from 0; without it there must be exactly one.
+    """
 
     file: str
     old: str
     new: str
+    occurrence: int | None = None
+
+    def apply(self, text: str) -> str:
+        """Return the changed text; an AssertionError where ``old`` is not found as expected."""
+        parts = text.split(self.old)
+        found, at = len(parts) - 1, self.occurrence or 0
+        expected = "exactly 1" if self.occurrence is None else f"more than {at}"
+        assert found == 1 or (self.occurrence is not None and found > at), (
+            f"{self.file}: {self.old!r} occurs {found} times, expected {expected}"
+        )
+        return self.old.join(parts[: at + 1]) + self.new + self.old.join(parts[at + 1 :])
 
 
 @dataclass(frozen=True)
@@ -152,6 +173,12 @@ def unavailable_reason() -> str | None:
     if probe.returncode:
         return f"the kernel emulator needs g++ with AddressSanitizer: {probe.stderr.strip().splitlines()[-1]}"
     return None
+
+
+def require() -> None:
+    """Skip the running test where kernels cannot be emulated."""
+    if (reason := unavailable_reason()) is not None:
+        pytest.skip(reason)
 
 
 def _execute(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
@@ -222,9 +249,7 @@ def kernel_sources(spec: KernelSpec, replacements: Sequence[Replacement] = ()) -
     folder = next(folder for folder in (KERNELS_CU, TEST_KERNELS) if (folder / spec.file).exists())
     files = {**headers, spec.file: (folder / spec.file).read_text()}
     for change in replacements:
-        found = files[change.file].count(change.old)
-        assert found == 1, f"{change.file}: {change.old!r} occurs {found} times, expected 1"
-        files[change.file] = files[change.file].replace(change.old, change.new)
+        files[change.file] = change.apply(files[change.file])
     return {name: f'#line 1 "{name}"\n{text}' for name, text in files.items()}
 
 
@@ -262,10 +287,11 @@ def prepare(specs: Iterable[KernelSpec]) -> None:
 class _Request:
     """The runner's input file: buffers, one for each storage that a tensor argument lies in, then launches."""
 
-    def __init__(self, calls: Sequence[Call], outputs: Sequence[Tensor]) -> None:
+    def __init__(self, calls: Sequence[Call], outputs: Sequence[Tensor], scratch: Sequence[Tensor]) -> None:
         self.calls = calls
         self.storages: dict[int, tuple[str, torch.UntypedStorage]] = {}
         self.outputs = {tensor.untyped_storage().data_ptr() for tensor in outputs}
+        self.scratch = {tensor.untyped_storage().data_ptr() for tensor in scratch}
         for call in calls:
             names = {argument.name for argument in call.launch.arguments}
             if names != set(call.values):
@@ -293,9 +319,9 @@ class _Request:
     def encode(self, seed: int, garbage: int, libraries: Sequence[Path]) -> bytes:
         parts = [struct.pack("<QII", seed, garbage, len(self.storages))]
         for pointer, (name, storage) in self.storages.items():
-            output = pointer in self.outputs
-            parts += [_text(name), struct.pack("<QI", storage.nbytes(), 2 if output else 1)]
-            if not output:
+            flags = 2 if pointer in self.outputs else 0 if pointer in self.scratch else 1
+            parts += [_text(name), struct.pack("<QI", storage.nbytes(), flags)]
+            if flags == 1:
                 parts.append(_storage_bytes(storage))
         parts.append(struct.pack("<I", len(self.calls)))
         for call, path in zip(self.calls, libraries, strict=True):
@@ -334,6 +360,7 @@ def run(
     calls: Sequence[Call],
     *,
     outputs: Sequence[Tensor] = (),
+    scratch: Sequence[Tensor] = (),
     seed: int = 0,
     replacements: Sequence[Replacement] = (),
     unused_shared_memory: bool = False,
@@ -346,6 +373,8 @@ def run(
         The launches with CPU tensors as pointers.
     outputs : sequence of Tensor
         Tensors that hold nothing before the first launch and must be written entirely.
+    scratch : sequence of Tensor
+        Tensors that hold nothing before the first launch and garbage, where unwritten, after the last.
     seed : int
         The order of threads and blocks.
     replacements : sequence of Replacement
@@ -365,14 +394,14 @@ def run(
     CompileError
         Where a kernel does not compile.
     """
-    request = _Request(calls, outputs)
+    request = _Request(calls, outputs, scratch)
     results = dict(zip(BUILDS, _run_builds(request, seed, replacements), strict=True))
     faults = [result for result in results.values() if isinstance(result, EmulatorError)]
     if faults:
         raise faults[0]
     (data, counts), (other, _) = (results[kind] for kind in BUILDS)
-    for (name, _), one, two in zip(request.storages.values(), data, other, strict=True):
-        if one != two:
+    for (pointer, (name, _)), one, two in zip(request.storages.items(), data, other, strict=True):
+        if one != two and pointer not in request.scratch:
             at = next(i for i in range(len(one)) if one[i] != two[i])
             text = f"'{name}' depends on the order of threads or on garbage: byte {at} differs between two runs"
             raise EmulatorError("order", text)
@@ -438,6 +467,6 @@ def _source_line(match: re.Match[str]) -> str:
     addr2line = shutil.which("addr2line")
     if addr2line is None:
         return match[0]
-    lines = _execute([addr2line, "-i", "-e", match[1], match[2]]).stdout.split()
-    named = [Path(line).name for line in lines if not line.startswith("?")]
+    lines = _execute([addr2line, "-i", "-e", match[1], match[2]]).stdout.splitlines()
+    named = [Path(line.split()[0]).name for line in lines if not line.startswith("?")]
     return f"  at {' inlined in '.join(named)}" if named else match[0]

@@ -29,9 +29,8 @@ extern "C" __global__ void __launch_bounds__(128)
             if (lane >= distance) sum += earlier;
         }
         if (lane == 31) warp_total[warp] = sum;
-        __syncthreads();  // the totals are complete, and nothing reads `staged` any more
+        __syncthreads();  // the totals are complete, and the next row may be staged
         for (int w = 0; w < warp; ++w) sum += warp_total[w];
         if (column < columns) y[row * columns + column] = valid ? sum : 0;
-        __syncthreads();  // before the next row's totals
     }
 }

@@ -168,7 +168,7 @@ void Scheduler::report_deadlock() {
     std::string text;
     for (const auto& [where, group] : groups)
         text += "\n  " + std::to_string(group.first) + " threads (first " + std::to_string(group.second) + ") of " + where;
-    fail("barrier", "no thread can go on:%s", text.c_str());
+    fail("deadlock", "no thread can go on:%s", text.c_str());
 }
 
 // ---- launches ----
@@ -321,13 +321,13 @@ const uint64_t* Scheduler::warp_meet(unsigned mask, WarpOp op, uint64_t value, c
         if ((mask >> lane & 1) && (first + lane >= block.fibers.size() || block.fibers[first + lane]->ended))
             fail("mask", "mask %08x names lane %u, which has ended or does not exist (%s:%d)", mask, lane, file, line);
 
-    auto meeting = std::find_if(meetings.begin(), meetings.end(), [&](const Meeting& m) { return m.mask & mask; });
+    auto meeting = std::find_if(meetings.begin(), meetings.end(), [&](const Meeting& m) { return m.mask == mask; });
     if (meeting == meetings.end()) {
         meetings.push_back(Meeting{mask, 0, op, file, line, {}});
         meeting = meetings.end() - 1;
-    } else if (meeting->mask != mask || meeting->op != op || meeting->line != line || std::strcmp(meeting->file, file) != 0) {
-        fail("mask", "lane %u is at %s:%d with mask %08x while lanes %08x wait at %s:%d with mask %08x", fiber.lane, file,
-             line, mask, meeting->arrived, meeting->file, meeting->line, meeting->mask);
+    } else if (meeting->op != op || meeting->line != line || std::strcmp(meeting->file, file) != 0) {
+        fail("mask", "lane %u is at %s:%d while lanes %08x of the same mask %08x wait at %s:%d", fiber.lane, file, line,
+             meeting->arrived, mask, meeting->file, meeting->line);
     }
     meeting->arrived |= 1u << fiber.lane;
     meeting->values[fiber.lane] = value;

@@ -144,11 +144,15 @@ class PreparedLaunch:
         self._launch = library.cuLaunchKernelEx
         self._current = library.cuCtxGetCurrent
 
-    def set(self, values: Mapping[str, Any]) -> None:
-        """Write arguments by name; the others keep their values."""
+    def write(self, slots: ctypes.Array[ctypes.c_uint64], values: Mapping[str, Any]) -> None:
+        """Write arguments by name into argument slots of this kernel; the others keep their values."""
         for name, value in values.items():
             at = self._slots[name]
-            struct.pack_into(_FORMATS[self._kinds[at]], self.arguments, SLOT * at, value)
+            struct.pack_into(_FORMATS[self._kinds[at]], slots, SLOT * at, value)
+
+    def set(self, values: Mapping[str, Any]) -> None:
+        """Write arguments of the next launch by name; the others keep their values."""
+        self.write(self.arguments, values)
 
     def run(self, stream: int) -> None:
         """Launch on a stream of the kernel's GPU.
@@ -179,8 +183,8 @@ def refuse_capture(stream: int) -> None:
     if driver.stream_is_capturing(stream):
         raise RuntimeError(
             "a kernel that is not loaded yet cannot be compiled or loaded inside a CUDA graph capture; run "
-            "warmup first: one call with the same shapes and dtypes before the capture, or "
-            "sdm_rt.runtime.launcher.warmup"
+            "warmup first: one call with the same shapes and dtypes before the capture "
+            "(sdm_rt.runtime.launcher.warmup loads the kernels of a plan without a call)"
         )
 
 

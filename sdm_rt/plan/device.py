@@ -46,7 +46,7 @@ class DeviceModel:
     max_threads_per_sm, max_blocks_per_sm : int
         Residency limits of one SM.
     memory_bandwidth : float
-        Bytes per second (read plus written) that time floors divide by.
+        Bytes per second (read plus written) that time floors divide by; 0 where it is unknown.
     bandwidth_source : str
         Where that figure comes from: ``"data sheet"``, ``"measured"`` or ``"memory clock"``.
     """
@@ -67,8 +67,9 @@ class DeviceModel:
 
     def __post_init__(self) -> None:
         for field, value in asdict(self).items():
-            if isinstance(value, int | float) and value < (0 if field == "shared_memory_reserved" else 1):
-                raise ValueError(f"{self.name}: {field} must be positive, got {value}")
+            least = 0 if field in ("shared_memory_reserved", "memory_bandwidth") else 1
+            if isinstance(value, int | float) and value < least:
+                raise ValueError(f"{self.name}: {field} must be at least {least}, got {value}")
         if self.shared_memory_per_block + self.shared_memory_reserved > self.shared_memory_per_sm:
             raise ValueError(
                 f"{self.name}: one block's shared memory ({self.shared_memory_per_block} + "
@@ -92,8 +93,8 @@ class DeviceModel:
         return f"sm_{major}{minor}"
 
     def floor_us(self, bytes_moved: int) -> float:
-        """Return the microseconds that ``bytes_moved`` bytes take at the memory bandwidth."""
-        return bytes_moved / self.memory_bandwidth * 1e6
+        """Return the microseconds that the bytes take at the memory bandwidth; 0 where it is unknown."""
+        return bytes_moved / self.memory_bandwidth * 1e6 if self.memory_bandwidth else 0.0
 
     def to_dict(self) -> dict[str, object]:
         """Return the fields as JSON values."""
@@ -114,7 +115,7 @@ class DeviceModel:
             ``"MultiProcessorCount"``.
         memory_bandwidth : float, optional
             Bytes per second, where they were measured. Default: the memory clock times the bus width, twice
-            (double data rate).
+            (double data rate); some drivers report no clock.
 
         Raises
         ------

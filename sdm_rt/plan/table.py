@@ -88,6 +88,7 @@ def describe(plan: StepPlan) -> str:
     """Return `plan` as text: device, shape, one table row a launch, totals, notes."""
     device = plan.device
     major, minor = device.compute_capability
+    bandwidth = f"{device.memory_bandwidth / 1e12:.2f} TB/s {device.bandwidth_source}"
     shape = ", ".join(f"{field}={value}" for field, value in plan.shape.to_dict().items())
     rows: list[tuple[str, ...]] = [HEADER]
     for title, calls in _sections(plan):
@@ -98,7 +99,7 @@ def describe(plan: StepPlan) -> str:
     lines = [
         f"{plan.name} on {device.name} (compute capability {major}.{minor}, {device.sm_count} SMs, "
         f"{device.shared_memory_per_block:,} bytes of shared memory a block, "
-        f"{device.memory_bandwidth / 1e12:.2f} TB/s {device.bandwidth_source})",
+        f"{bandwidth if device.memory_bandwidth else 'bandwidth unknown'})",
         f"shape: {shape}",
         *_aligned(rows),
         f"total: {plan.launch_count} launches, {plan.steps} steps, "

@@ -28,8 +28,8 @@ def test_forward_and_backward_by_default(capsys: pytest.CaptureFixture[str]) -> 
 def test_every_option_reaches_the_shape(capsys: pytest.CaptureFixture[str]) -> None:
     options = (
         "--device a100 --pass backward --streams 3 --tokens 100 --chunk 16 --writes 5 --reads 7",
-        "--head-dim 96 --slots 500 --dtype float16 --index-dtype int32 --snapshot fp8 --grad-bank-fp32 --gates-per-write",
-        "--json",
+        "--head-dim 96 --slots 500 --dtype float16 --index-dtype int32 --snapshot fp8",
+        "--grad-bank-fp32 --gates-per-write --json",
     )
     assert plan(" ".join(options)) == 0
     shape = WriteReadShape(3, 100, 16, 5, 7, 96, 500, "float16", "float32", "int32", True, "fp8")

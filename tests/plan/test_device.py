@@ -102,7 +102,7 @@ def test_missing_attribute_is_named() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"sm_count": 0}, "sm_count must be positive, got 0"),
+        ({"sm_count": 0}, "sm_count must be at least 1, got 0"),
         ({"shared_memory_per_block": 233_472}, "exceeds the SM's 233472"),
     ],
 )
@@ -120,6 +120,13 @@ def test_planners_refuse_a_gpu_below_8_0() -> None:
         plan_backward(FLAGSHIP, turing)
     with pytest.raises(RuntimeError, match=message):
         plan_decode(DECODE_CASES["decode_1"], turing)
+
+
+def test_a_driver_without_a_memory_clock_leaves_the_floor_open() -> None:
+    model = DeviceModel.from_attributes("GPU", {**H200_ATTRIBUTES, "MemoryClockRate": 0})
+    assert model.memory_bandwidth == 0
+    assert model.floor_us(10**9) == 0
+    assert "bandwidth unknown" in plan_forward(FLAGSHIP, model).describe()
 
 
 def test_floor_is_bytes_over_bandwidth() -> None:

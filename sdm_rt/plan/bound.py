@@ -1,0 +1,127 @@
+"""A step plan bound to a GPU: kernels loaded, arguments written once, run as launches or as one graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from sdm_rt.plan.launch import Launch
+from sdm_rt.plan.step_plan import StepPlan
+from sdm_rt.runtime import driver, graph
+from sdm_rt.runtime.device import Gpu
+from sdm_rt.runtime.launcher import PreparedLaunch, prepare
+
+__all__ = ["BoundPlan"]
+
+STEP = "step"
+
+
+class BoundPlan:
+    """The prepared launches of a plan, for one thread.
+
+    Arguments go by name: a name stands for the same value in every launch that has it. Only the step is
+    rewritten while the loop runs.
+
+    Parameters
+    ----------
+    plan : StepPlan
+        The plan; it must hold kernels alone.
+    gpu : Gpu
+        The GPU it was made for.
+    stream : int
+        The stream the plan is wanted on now; while it is captured, kernels not loaded yet are refused.
+
+    Raises
+    ------
+    ValueError
+        For a reference plan, whose library calls this package does not make.
+    RuntimeError
+        As of `sdm_rt.runtime.launcher.prepare`.
+    """
+
+    def __init__(self, plan: StepPlan, gpu: Gpu, stream: int) -> None:
+        kernels = plan.kernels()
+        if len(kernels) != len(plan.calls()):
+            raise ValueError(f"{plan.name}: a plan with library calls is a reference to read, not to run")
+        self.plan = plan
+        self._context = driver.primary_context(gpu.index)
+        self._missing = {argument.name for launch in kernels for argument in launch.arguments}
+        self._missing.discard(STEP)
+        prepared = {
+            launch: prepare(launch, gpu, stream, left=len(kernels) - 1 - at)
+            for at, launch in enumerate(kernels)
+        }
+        self._prepared = tuple(prepared.values())
+        # (launch, its slot of the step, step); slot -1 where the launch does not change.
+        self._sequence: list[tuple[PreparedLaunch, int, int]] = []
+        for step, call in plan.launches():
+            assert isinstance(call, Launch)
+            changing = [at for at, argument in enumerate(call.arguments) if argument.step_dependent]
+            if changing and (step is None or [call.arguments[at].name for at in changing] != [STEP]):
+                raise ValueError(
+                    f"{plan.name}: {call.name} may take the step inside the loop and no other change"
+                )
+            slot = changing[0] if changing else -1
+            self._sequence.append((prepared[call], slot, step if step is not None else 0))
+
+    def set(self, values: Mapping[str, int | float]) -> None:
+        """Write arguments by name into every launch that has them; the others keep their values.
+
+        Raises
+        ------
+        KeyError
+            For a name that no launch has, and for the step, which the loop writes.
+        """
+        for name in values:
+            if name == STEP or not any(self._has(launch, name) for launch in self._prepared):
+                raise KeyError(f"{self.plan.name}: no launch takes an argument {name!r} from the caller")
+        for launch in self._prepared:
+            launch.set({name: value for name, value in values.items() if self._has(launch, name)})
+        self._missing.difference_update(values)
+
+    @staticmethod
+    def _has(launch: PreparedLaunch, name: str) -> bool:
+        return any(argument.name == name for argument in launch.launch_description.arguments)
+
+    def _require_arguments(self) -> None:
+        if self._missing:
+            raise ValueError(f"{self.plan.name}: arguments never set: {', '.join(sorted(self._missing))}")
+
+    def run(self, stream: int) -> None:
+        """Launch the whole sequence on a stream.
+
+        Raises
+        ------
+        ValueError
+            Where an argument was never set.
+        RuntimeError
+            With the driver's error.
+        """
+        self._require_arguments()
+        for launch, slot, step in self._sequence:
+            if slot >= 0:
+                launch.arguments[slot] = step
+            launch.run(stream)
+
+    def capture(self, keep: object) -> graph.CapturedLaunches:
+        """Capture the whole sequence, with the arguments as they are set, into a CUDA graph.
+
+        Parameters
+        ----------
+        keep : object
+            What keeps the pointers among the arguments valid; held by the graph.
+
+        Returns
+        -------
+        CapturedLaunches
+            Ready to replay; its ``update`` takes one mapping a launch of the sequence.
+
+        Raises
+        ------
+        ValueError
+            Where an argument was never set.
+        RuntimeError
+            With the driver's error.
+        """
+        self._require_arguments()
+        sequence = [(launch, {STEP: step} if slot >= 0 else {}) for launch, slot, step in self._sequence]
+        return graph.capture(sequence, self._context, keep)

@@ -1,0 +1,160 @@
+"""Bound plans without a GPU: what is prepared, in which order it launches, which arguments are rewritten."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from sdm_rt.plan import bound
+from sdm_rt.plan.backward import plan_backward, plan_reference_backward
+from sdm_rt.plan.bound import BoundPlan
+from sdm_rt.plan.decode import plan_decode
+from sdm_rt.plan.device import preset
+from sdm_rt.plan.forward import plan_forward
+from sdm_rt.plan.launch import Launch
+from sdm_rt.plan.shapes import DecodeShape, WriteReadShape
+from sdm_rt.plan.step_plan import StepPlan
+from sdm_rt.runtime.device import Gpu
+
+GPU = Gpu(0, "H100", (9, 0))
+SHAPE = WriteReadShape(2, 150, 64, 8, 8, 128, 256)
+STREAM = 77
+
+
+class Recorder:
+    """Stands in for a prepared launch: its argument slots hold Python values, running it records them."""
+
+    log: list[tuple[str, dict[str, Any], bool]]
+
+    def __init__(self, launch: Launch) -> None:
+        self.launch_description = launch
+        self.arguments: list[Any] = [None] * len(launch.arguments)
+
+    def set(self, values: Mapping[str, Any]) -> None:
+        names = [argument.name for argument in self.launch_description.arguments]
+        for name, value in values.items():
+            self.arguments[names.index(name)] = value
+
+    def run(self, stream: int) -> None:
+        assert stream == STREAM
+        names = [argument.name for argument in self.launch_description.arguments]
+        values = dict(zip(names, self.arguments, strict=True))
+        Recorder.log.append((self.launch_description.name, values, self.launch_description.pdl))
+
+
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Launch, int]]:
+    """Replace the driver's side; return the (launch, how many left) that were prepared."""
+    made: list[tuple[Launch, int]] = []
+    Recorder.log = []
+
+    def prepare(launch: Launch, gpu: Gpu, stream: int, left: int = 0) -> Recorder:
+        made.append((launch, left))
+        return Recorder(launch)
+
+    monkeypatch.setattr(bound, "prepare", prepare)
+    monkeypatch.setattr(bound.driver, "primary_context", lambda index: 4711)
+    return made
+
+
+def values(plan: StepPlan) -> dict[str, int]:
+    names = {argument.name for launch in plan.kernels() for argument in launch.arguments} - {"step"}
+    return {name: number for number, name in enumerate(sorted(names), start=1)}
+
+
+def test_each_distinct_launch_is_prepared_once(prepared: list[tuple[Launch, int]]) -> None:
+    plan = plan_backward(SHAPE, preset("h100"))
+    BoundPlan(plan, GPU, STREAM)
+    # The GWR issued first differs in its PDL flag, so it is prepared apart.
+    assert [launch.name for launch, _ in prepared] == [
+        "gwr",
+        "du_update",
+        "phase_a",
+        "gds",
+        "gwr",
+        "column_sum",
+    ]
+    assert [left for _, left in prepared] == [5, 4, 3, 2, 1, 0]
+
+
+@pytest.mark.parametrize("planner", [plan_forward, plan_backward])
+def test_run_follows_the_plan_and_writes_each_step(planner: Any, prepared: list[tuple[Launch, int]]) -> None:
+    plan = planner(SHAPE, preset("h100"))
+    runner = BoundPlan(plan, GPU, STREAM)
+    given = values(plan)
+    runner.set(given)
+    runner.run(STREAM)
+    runner.run(STREAM)
+    expected = []
+    for step, call in plan.launches():
+        named = {argument.name: given.get(argument.name, step) for argument in call.arguments}
+        expected.append((call.name, named, call.pdl))
+    assert expected
+    assert Recorder.log == expected * 2
+
+
+def test_new_arguments_reach_every_launch_that_has_them(prepared: list[tuple[Launch, int]]) -> None:
+    plan = plan_backward(SHAPE, preset("h100"))
+    runner = BoundPlan(plan, GPU, STREAM)
+    runner.set(values(plan))
+    runner.set({"gradient_bank": 9999})
+    runner.run(STREAM)
+    seen = {
+        name: arguments["gradient_bank"]
+        for name, arguments, _ in Recorder.log
+        if "gradient_bank" in arguments
+    }
+    assert seen == {"gwr": 9999, "phase_a": 9999, "gds": 9999}
+
+
+@pytest.mark.usefixtures("prepared")
+def test_arguments_never_set_are_named() -> None:
+    plan = plan_decode(DecodeShape(2, 4, 4, 64), preset("h100"))
+    runner = BoundPlan(plan, GPU, STREAM)
+    runner.set({name: value for name, value in values(plan).items() if name not in ("y", "beta")})
+    for act in (lambda: runner.run(STREAM), lambda: runner.capture(None)):
+        with pytest.raises(ValueError, match="decode: arguments never set: beta, y"):
+            act()
+    assert Recorder.log == []
+
+
+@pytest.mark.usefixtures("prepared")
+@pytest.mark.parametrize("name", ["memroy", "step"])
+def test_unknown_arguments_are_refused(name: str) -> None:
+    runner = BoundPlan(plan_forward(SHAPE, preset("h100")), GPU, STREAM)
+    with pytest.raises(KeyError, match=f"no launch takes an argument '{name}' from the caller"):
+        runner.set({name: 1})
+
+
+@pytest.mark.usefixtures("prepared")
+def test_a_reference_plan_does_not_run() -> None:
+    plan = plan_reference_backward(WriteReadShape(1, 64, 64, 8, 8, 128, 256), preset("h100"))
+    with pytest.raises(ValueError, match="a reference to read, not to run"):
+        BoundPlan(plan, GPU, STREAM)
+
+
+@pytest.mark.usefixtures("prepared")
+def test_capture_hands_over_the_sequence_with_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured: dict[str, Any] = {}
+
+    def capture(launches: Any, context: int, keep: object) -> str:
+        captured.update(launches=launches, context=context, keep=keep)
+        return "graph"
+
+    monkeypatch.setattr(bound.graph, "capture", capture)
+    plan = plan_backward(SHAPE, preset("h100"))
+    runner = BoundPlan(plan, GPU, STREAM)
+    runner.set(values(plan))
+    assert runner.capture("tensors") == "graph"
+    assert (captured["context"], captured["keep"]) == (4711, "tensors")
+    got = [(launch.launch_description, values) for launch, values in captured["launches"]]
+    assert got == [(call, {} if step is None else {"step": step}) for step, call in plan.launches()]
+
+
+@pytest.mark.usefixtures("prepared")
+def test_an_empty_plan_runs_nothing() -> None:
+    runner = BoundPlan(plan_decode(DecodeShape(0, 4, 4, 64), preset("h100")), GPU, STREAM)
+    runner.run(STREAM)
+    assert Recorder.log == []

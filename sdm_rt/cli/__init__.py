@@ -16,6 +16,9 @@ __all__ = ["main"]
 COMMANDS: dict[str, str] = {
     "demo": "train a small byte-level language model on real text",
     "doctor": "say what works, what is missing and the command that fixes it",
+    "precompile": "compile kernels ahead of time, without a GPU",
+    "cache": "list or clear the compile cache",
+    "bench": "measure an op on this machine's GPU",
     "plan": "print the launches, shared memory, bytes moved and time floor of a call, without a GPU",
 }
 

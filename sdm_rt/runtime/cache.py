@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import secrets
 import shutil
 import sys
 import tempfile
@@ -71,13 +72,12 @@ def cache_folder() -> Path:
 
 def write_atomic(path: Path, data: bytes) -> None:
     """Write a file so that readers see all of it or none of it."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
+    temporary = path.with_name(f".writing-{os.getpid()}-{secrets.token_hex(4)}")
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
+        temporary.write_bytes(data)
         os.replace(temporary, path)
     except OSError:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 

@@ -46,7 +46,6 @@ class KernelResources:
 
 # (threads of the largest block, resident blocks per SM) of __launch_bounds__, by kernel file.
 BUDGETS: dict[str, tuple[int, int]] = {
-    "decode.cu": (256, 1),
     "gather.cu": (256, 4),
     "dual_matmul.cu": (256, 2),
     "decay_write.cu": (256, 4),

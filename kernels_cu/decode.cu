@@ -214,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS)
     }
     store_floats(partial + group * columns + column, sum);
     __syncthreads();
-    if (sums_column) delta[thread] = strength * (value - sum_groups<GROUPS>(partial + thread, columns));
+    if (thread < columns) delta[thread] = strength * (value - sum_groups<GROUPS>(partial + thread, columns));
     __syncthreads();
 
     float change[VECTOR];

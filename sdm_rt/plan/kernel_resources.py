@@ -77,10 +77,10 @@ def _budget(file: str, device: DeviceModel) -> KernelResources:
 
 
 def _target(targets: dict[str, dict[str, Any]], device: DeviceModel) -> str | None:
-    """Return the device's own target, else the newest older one of its generation."""
-    major, minor = device.compute_capability
-    older = [f"sm_{major}{number}" for number in range(minor, -1, -1)]
-    return next((target for target in older if target in targets), None)
+    """Return the newest target that is not newer than the device."""
+    capability = {target: divmod(int(target.removeprefix("sm_")), 10) for target in targets}
+    known = [target for target in targets if capability[target] <= device.compute_capability]
+    return max(known, key=lambda target: capability[target], default=None)
 
 
 def kernel_resources(spec: KernelSpec, entry: str, device: DeviceModel) -> KernelResources:
@@ -93,7 +93,7 @@ def kernel_resources(spec: KernelSpec, entry: str, device: DeviceModel) -> Kerne
     entry : str
         One of its kernels.
     device : DeviceModel
-        The GPU; a target without own figures takes those of the nearest older target of its generation.
+        The GPU; a target without own figures takes those of the newest older one.
 
     Returns
     -------

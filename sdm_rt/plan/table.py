@@ -30,6 +30,14 @@ def _megabytes(count: int) -> str:
     return f"{count / 1e6:.2f}"
 
 
+def _volume(count: int) -> str:
+    return f"{count / 1e9:.3f} GB" if count >= 1e9 else f"{count / 1e6:.3f} MB"
+
+
+def _duration(microseconds: float) -> str:
+    return f"{microseconds / 1e3:.3f} ms" if microseconds >= 1e3 else f"{microseconds:.2f} us"
+
+
 def _row(plan: StepPlan, call: Launch | LibraryCall) -> tuple[str, ...]:
     floor = f"{plan.device.floor_us(call.floor_bytes):.2f}"
     if not isinstance(call, Launch):
@@ -103,8 +111,8 @@ def describe(plan: StepPlan) -> str:
         f"shape: {shape}",
         *_aligned(rows),
         f"total: {plan.launch_count} launches, {plan.steps} steps, "
-        f"{plan.total('bytes_moved') / 1e9:.3f} GB moved, floor {plan.total('floor_bytes') / 1e9:.3f} GB = "
-        f"{device.floor_us(plan.total('floor_bytes')) / 1e3:.3f} ms",
+        f"{_volume(plan.total('bytes_moved'))} moved, floor {_volume(plan.total('floor_bytes'))} = "
+        f"{_duration(device.floor_us(plan.total('floor_bytes')))}",
     ]
     if any(not launch.resources(device).measured for launch in plan.kernels()):
         lines.append("* a design budget that __launch_bounds__ enforces, not a measurement")

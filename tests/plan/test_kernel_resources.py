@@ -21,9 +21,9 @@ def table(monkeypatch: pytest.MonkeyPatch) -> None:
     content = {
         "decode.cu": {
             "decode|-DBANK=Bf16 -DVECTOR=8": {
+                "sm_100": {**FIGURES, "registers": 50},
                 "sm_80": FIGURES,
                 "sm_86": {**FIGURES, "registers": 41},
-                "sm_100": {**FIGURES, "registers": 50},
             }
         }
     }
@@ -37,7 +37,8 @@ def test_key() -> None:
 
 @pytest.mark.usefixtures("table")
 @pytest.mark.parametrize(
-    ("capability", "registers"), [((8, 0), 40), ((8, 6), 41), ((8, 9), 41), ((10, 0), 50), ((10, 3), 50)]
+    ("capability", "registers"),
+    [((8, 0), 40), ((8, 6), 41), ((8, 9), 41), ((9, 0), 41), ((10, 0), 50), ((10, 3), 50), ((11, 0), 50)],
 )
 def test_a_target_without_figures_takes_those_of_the_nearest_older_one(
     capability: tuple[int, int], registers: int
@@ -48,8 +49,9 @@ def test_a_target_without_figures_takes_those_of_the_nearest_older_one(
 
 @pytest.mark.usefixtures("table")
 def test_missing_figures_are_an_error_that_names_them() -> None:
-    with pytest.raises(LookupError, match=r"decode\.cu decode\|-DBANK=Bf16 -DVECTOR=8 for sm_90"):
-        kernel_resources(SPEC, "decode", preset("h100"))
+    older = dataclasses.replace(preset("a100"), compute_capability=(7, 5))
+    with pytest.raises(LookupError, match=r"decode\.cu decode\|-DBANK=Bf16 -DVECTOR=8 for sm_75"):
+        kernel_resources(SPEC, "decode", older)
     other = KernelSpec("decode.cu", ("decode",), (("BANK", "float"),))
     with pytest.raises(LookupError, match="-DBANK=float"):
         kernel_resources(other, "decode", preset("a100"))

@@ -130,7 +130,7 @@ def test_empty_plans_print_and_count_nothing() -> None:
         plan_forward(WRITE_READ_CASES["no_tokens"], preset("h100")),
         plan_decode(DecodeShape(0, 4, 4, 64), preset("h100")),
     ):
-        assert "total: 0 launches, 0 steps, 0.000 GB moved" in plan.describe()
+        assert "total: 0 launches, 0 steps, 0.000 MB moved" in plan.describe()
         assert plan.to_dict()["launch_count"] == 0
 
 

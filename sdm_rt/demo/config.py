@@ -27,6 +27,8 @@ class DemoConfig:
     learning_rate, weight_decay, clip : float
         AdamW's peak rate (warm-up over a twentieth of the steps, then a cosine to a tenth), its weight
         decay, and the largest gradient norm.
+    bank_rate : float
+        Learning rate of the learned initial banks, as a multiple of ``learning_rate``.
     seed : int
         Seeds the initial weights, the order of the text and the sample.
 
@@ -37,19 +39,20 @@ class DemoConfig:
     """
 
     steps: int = 400
-    batch: int = 32
+    batch: int = 8
     seq_len: int = 128
     dim: int = 128
     layers: int = 2
     attention_heads: int = 4
     window: int = 32
     sdm_heads: int = 2
-    slots: int = 1024
+    slots: int = 4096
     writes: int = 8
     reads: int = 8
     learning_rate: float = 3e-3
     weight_decay: float = 0.1
     clip: float = 1.0
+    bank_rate: float = 5.0
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -126,6 +126,7 @@ class Block(nn.Module):
                 slots_per_head=config.slots,
                 num_writes=config.writes,
                 num_reads=config.reads,
+                query_batchnorm=True,
             ),
             layer_id,
         )

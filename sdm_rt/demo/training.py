@@ -95,9 +95,7 @@ class TrainingRun:
         if not with_sdm:
             self.model.remove_sdm_layers()
         self.model.to(device)
-        self.optimizer = torch.optim.AdamW(
-            parameter_groups(self.model, config.weight_decay), lr=config.learning_rate, betas=(0.9, 0.95)
-        )
+        self.optimizer = torch.optim.AdamW(parameter_groups(self.model, config), betas=(0.9, 0.95))
         self.sampler = torch.Generator().manual_seed(config.seed)
         self.history = History()
 
@@ -114,7 +112,7 @@ class TrainingRun:
             self.device
         )
         for group in self.optimizer.param_groups:
-            group["lr"] = config.learning_rate * learning_rate_factor(self.step, config.steps)
+            group["lr"] = group["peak"] * learning_rate_factor(self.step, config.steps)
         logits = self.model(windows[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
         self.optimizer.zero_grad()
@@ -224,12 +222,25 @@ def train(run: TrainingRun, windows: Tensor, path: Path, progress: Progress, sto
             raise StoppedError
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return AdamW's groups: vectors and parameters marked ``_no_weight_decay`` have no weight decay."""
-    parameters = list(model.parameters())
-    spared = [p for p in parameters if p.ndim < 2 or getattr(p, "_no_weight_decay", False)]
-    decayed = [p for p in parameters if not any(p is other for other in spared)]
-    return [{"params": decayed, "weight_decay": weight_decay}, {"params": spared, "weight_decay": 0.0}]
+def parameter_groups(model: nn.Module, config: DemoConfig) -> list[dict[str, Any]]:
+    """Return AdamW's groups, each with ``peak``, its highest learning rate.
+
+    Matrices have weight decay; vectors and parameters marked ``_no_weight_decay`` have none, nor have the
+    learned banks (marked ``_sdm_memory_bank``): each of their rows meets few tokens, so they learn faster.
+    """
+    matrices, vectors, banks = [], [], []
+    for parameter in model.parameters():
+        if getattr(parameter, "_sdm_memory_bank", False):
+            banks.append(parameter)
+        elif parameter.ndim < 2 or getattr(parameter, "_no_weight_decay", False):
+            vectors.append(parameter)
+        else:
+            matrices.append(parameter)
+    return [
+        {"params": matrices, "weight_decay": config.weight_decay, "peak": config.learning_rate},
+        {"params": vectors, "weight_decay": 0.0, "peak": config.learning_rate},
+        {"params": banks, "weight_decay": 0.0, "peak": config.learning_rate * config.bank_rate},
+    ]
 
 
 def learning_rate_factor(step: int, steps: int) -> float:

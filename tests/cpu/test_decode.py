@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sdm_rt import repeated_write_slots, sdm_write_read
-from sdm_rt.ops.decode import sdm_decode_step
+from sdm_rt import repeated_write_slots, sdm_decode_step, sdm_write_read
 from tests import oracle
 from tests.problems import GATES, WRITES, Problem, make_problem
 from tests.tolerances import assert_close, assert_same_bits

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sdm_rt.ops.decode import sdm_decode_step
+from sdm_rt import sdm_decode_step
 from tests.bad_calls import Arguments, Bad, assert_refused, bad, put
 from tests.problems import make_problem
 

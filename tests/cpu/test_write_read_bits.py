@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sdm_rt import sdm_write_read
+from sdm_rt import sdm_decode_step, sdm_write_read
 from sdm_rt.cpu import recurrence
-from sdm_rt.ops.decode import sdm_decode_step
 from tests.problems import GRADIENTS, Problem, Result, make_problem, run_op
 from tests.tolerances import assert_same_bits
 

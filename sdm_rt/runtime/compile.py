@@ -8,6 +8,7 @@ and the last good module, which goes on serving while an edited source does not 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import sys
 import threading
 import time
@@ -30,6 +31,8 @@ from sdm_rt.runtime.sources import Source, SourceTree
 
 __all__ = ["Builder", "CupyBuilder", "Kernels", "LoadedModule", "kernels"]
 
+OnMiss = Callable[[], None]
+
 
 class LoadedModule(Protocol):
     """Machine code on one GPU."""
@@ -41,9 +44,7 @@ class LoadedModule(Protocol):
 class Builder(Protocol):
     """What makes machine code; the tests put a builder without a GPU in its place."""
 
-    def compile(
-        self, spec: KernelSpec, source: Source, gpu: Gpu, on_miss: Callable[[], None]
-    ) -> LoadedModule:
+    def compile(self, spec: KernelSpec, source: Source, gpu: Gpu, on_miss: OnMiss) -> LoadedModule:
         """Compile, or take from the disk cache; ``on_miss`` is called before a real compile."""
 
     def load(self, path: Path, spec: KernelSpec, gpu: Gpu) -> LoadedModule:
@@ -66,12 +67,35 @@ class _CupyModule:
         return self.functions[entry]
 
 
+def watched_cache(spec: KernelSpec, source: Source, gpu: Gpu, on_miss: OnMiss) -> disk.KernelCache:
+    """Return the disk cache of one compile: CuPy's, in our folder; a new build enters the manifest."""
+    folder = disk.cache_folder()
+    backend = importlib.import_module("cupy.cuda._compiler_cache").DiskKernelCacheBackend
+    start = time.perf_counter()
+
+    def saved(name: str, cubin: bytes) -> None:
+        disk.Entry(
+            file=spec.file,
+            entries=spec.entries,
+            defines=" ".join(f"{macro}={value}" for macro, value in spec.defines),
+            target=gpu.target,
+            options=" ".join(nvrtc.OPTIONS),
+            digest=source.digest,
+            compiler="NVRTC {}.{}".format(*nvrtc.nvrtc_version()),
+            seconds=round(time.perf_counter() - start, 3),
+            size=len(cubin),
+            sha256=hashlib.sha256(cubin).hexdigest(),
+            built=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            cubin=name,
+        ).write(folder / disk.MANIFEST)
+
+    return disk.KernelCache(backend(str(folder / disk.CUBINS)), on_miss, saved)
+
+
 class CupyBuilder:
     """Compile and load through CuPy, with CuPy's disk cache in our folder."""
 
-    def compile(
-        self, spec: KernelSpec, source: Source, gpu: Gpu, on_miss: Callable[[], None]
-    ) -> LoadedModule:
+    def compile(self, spec: KernelSpec, source: Source, gpu: Gpu, on_miss: OnMiss) -> LoadedModule:
         """Compile, or take from the disk cache.
 
         Raises
@@ -81,28 +105,8 @@ class CupyBuilder:
         """
         cupy = load_cupy()
         compiler = cupy.cuda.compiler
-        folder = disk.cache_folder()
-        start = time.perf_counter()
-
-        def saved(name: str, cubin: bytes) -> None:
-            disk.Entry(
-                file=spec.file,
-                entries=spec.entries,
-                defines=" ".join(f"{macro}={value}" for macro, value in spec.defines),
-                target=gpu.target,
-                options=" ".join(nvrtc.OPTIONS),
-                digest=source.digest,
-                compiler="NVRTC {}.{}".format(*nvrtc.nvrtc_version()),
-                seconds=round(time.perf_counter() - start, 3),
-                size=len(cubin),
-                sha256=hashlib.sha256(cubin).hexdigest(),
-                built=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-                cubin=name,
-            ).write(folder / disk.MANIFEST)
-
-        own = compiler.DiskKernelCacheBackend(str(folder / disk.CUBINS))
         users = compiler._kernel_cache_backend
-        compiler._set_kernel_cache_backend(disk.KernelCache(own, on_miss, saved))
+        compiler._set_kernel_cache_backend(watched_cache(spec, source, gpu, on_miss))
         try:
             raw = cupy.RawModule(code=source.text, options=nvrtc.OPTIONS, backend="nvrtc")
             return self._functions(raw, spec, gpu)

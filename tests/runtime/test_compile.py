@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sdm_rt.errors import KernelCompileError, MissingDependencyError, NotPrecompiledError
+from sdm_rt.runtime import cache, nvrtc, precompile
+from sdm_rt.runtime.compile import CupyBuilder, Kernels
+from sdm_rt.runtime.dependencies import load_cupy
+from sdm_rt.runtime.device import Gpu
+from sdm_rt.runtime.kernel import KernelSpec
+from sdm_rt.runtime.sources import expand
+from tests.runtime.cupy_without_gpu import HOPPER, SMALL_CUH, SPEC, FakeModule
+
+BROKEN = SMALL_CUH + "int broken = no_such_name;\n"
+pytestmark = pytest.mark.usefixtures("sources")
+
+
+def manifest(folder: Path) -> list[cache.Entry]:
+    return cache.entries(folder / cache.MANIFEST)
+
+
+def test_a_first_load_compiles_a_second_one_does_not(
+    kernels: Kernels, cache_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = kernels.load(SPEC, HOPPER)
+    assert capsys.readouterr().err == "sdm_rt: compiling small.cu for sm_90\n"
+    assert kernels.load(SPEC, HOPPER) is module
+    assert len(FakeModule.loaded) == 1
+    (entry,) = manifest(cache_folder)
+    assert (entry.file, entry.entries, entry.defines, entry.target) == ("small.cu", ("small",), "SCALE=2", "sm_90")
+    assert entry.size == len(FakeModule.loaded[0])
+    assert (cache_folder / cache.CUBINS / entry.cubin).is_file()
+
+    later_process = Kernels(CupyBuilder())
+    later_process.load(SPEC, HOPPER)
+    assert capsys.readouterr().err == ""
+    assert FakeModule.loaded[0] == FakeModule.loaded[1]
+
+
+def test_the_progress_line_says_how_many_are_left(
+    kernels: Kernels, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    specs = [replace(SPEC, defines=(("SCALE", str(scale)),)) for scale in (2, 3)]
+    kernels.load_all([*specs, specs[0]], HOPPER)
+    assert capsys.readouterr().err.splitlines() == [
+        "sdm_rt: compiling small.cu for sm_90, 1 more to go",
+        "sdm_rt: compiling small.cu for sm_90",
+    ]
+    monkeypatch.setenv("SDM_RT_PROGRESS", "0")
+    kernels.load(replace(SPEC, defines=(("SCALE", "4"),)), HOPPER)
+    assert capsys.readouterr().err == ""
+
+
+def test_each_gpu_has_its_own_module(kernels: Kernels) -> None:
+    first, second = kernels.load(SPEC, HOPPER), kernels.load(SPEC, replace(HOPPER, index=1))
+    assert first is not second
+
+
+def test_an_edited_header_is_compiled_at_the_next_call(kernels: Kernels, sources: Path) -> None:
+    first = kernels.load(SPEC, HOPPER)
+    (sources / "small.cuh").write_text(SMALL_CUH.replace("SCALE * x", "SCALE + x"))
+    assert not kernels.is_loaded(SPEC, HOPPER)
+    second = kernels.load(SPEC, HOPPER)
+    assert second is not first
+    assert FakeModule.loaded[0] != FakeModule.loaded[1]
+
+
+def test_touching_a_file_compiles_nothing(kernels: Kernels, sources: Path) -> None:
+    module = kernels.load(SPEC, HOPPER)
+    os.utime(sources / "small.cuh", (1, 1))
+    assert kernels.load(SPEC, HOPPER) is module
+    assert len(FakeModule.loaded) == 1
+
+
+def test_a_first_build_that_fails_is_raised_with_the_path_and_not_tried_again(
+    kernels: Kernels, sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (sources / "small.cuh").write_text(BROKEN)
+    message = f'{sources / "small.cuh"}(3): error: identifier "no_such_name" is undefined'
+    with pytest.raises(KernelCompileError) as caught:
+        kernels.load(SPEC, HOPPER)
+    assert message in str(caught.value)
+    monkeypatch.setattr(CupyBuilder, "compile", lambda *a: pytest.fail("compiled a second time"))
+    with pytest.raises(KernelCompileError) as again:
+        kernels.load(SPEC, HOPPER)
+    assert message in str(again.value)
+
+
+def test_the_last_good_version_serves_while_the_source_is_broken(kernels: Kernels, sources: Path) -> None:
+    good = kernels.load(SPEC, HOPPER)
+    (sources / "small.cuh").write_text(BROKEN)
+    with pytest.warns(RuntimeWarning, match=r"small\.cuh\(3\): error.*\n[^$]*goes on serving"):
+        assert kernels.load(SPEC, HOPPER) is good
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert kernels.load(SPEC, HOPPER) is good
+    (sources / "small.cuh").unlink()
+    with pytest.warns(RuntimeWarning, match=r"cannot open 'small\.cuh'"):
+        assert kernels.load(SPEC, HOPPER) is good
+    (sources / "small.cuh").write_text(SMALL_CUH.replace("SCALE * x", "SCALE - x"))
+    assert kernels.load(SPEC, HOPPER) is not good
+
+
+def test_cupys_own_cache_is_given_back(kernels: Kernels, sources: Path) -> None:
+    compiler = load_cupy().cuda.compiler
+    users = compiler._kernel_cache_backend
+    kernels.load(SPEC, HOPPER)
+    assert compiler._kernel_cache_backend is users
+    (sources / "small.cuh").write_text(BROKEN)
+    with pytest.warns(RuntimeWarning):
+        kernels.load(SPEC, HOPPER)
+    assert compiler._kernel_cache_backend is users
+
+
+def test_a_precompiled_kernel_equals_the_run_time_build(
+    kernels: Kernels, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "precompiled"
+    ((_, _, path, built),) = precompile.precompile([SPEC], ["sm_90"], folder)
+    assert built
+    kernels.load(SPEC, HOPPER)
+    assert FakeModule.loaded == [path.read_bytes()]
+    capsys.readouterr()
+
+    monkeypatch.setenv("SDM_RT_PRECOMPILED", str(folder))
+    monkeypatch.setenv("SDM_RT_JIT", "0")
+    Kernels(CupyBuilder()).load(SPEC, HOPPER)
+    assert FakeModule.loaded == [path.read_bytes()] * 2
+    assert capsys.readouterr().err == ""
+
+
+def test_only_precompiled_kernels_without_run_time_compilation(
+    kernels: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SDM_RT_JIT", "0")
+    with pytest.raises(NotPrecompiledError, match=r"small\.cu -DSCALE=2 for sm_90 .*SDM_RT_PRECOMPILED is not set"):
+        kernels.load(SPEC, HOPPER)
+    monkeypatch.setenv("SDM_RT_PRECOMPILED", str(tmp_path))
+    with pytest.raises(NotPrecompiledError, match="sdm-rt precompile --arch sm_90"):
+        kernels.load(SPEC, HOPPER)
+
+
+def test_a_damaged_precompiled_file_is_not_used(
+    kernels: Kernels, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ((_, _, path, _),) = precompile.precompile([SPEC], ["sm_90"], tmp_path / "precompiled")
+    path.write_bytes(path.read_bytes()[:-1])
+    monkeypatch.setenv("SDM_RT_PRECOMPILED", str(path.parent))
+    monkeypatch.setenv("SDM_RT_JIT", "0")
+    with pytest.raises(NotPrecompiledError):
+        kernels.load(SPEC, HOPPER)
+    ((_, _, path, built),) = precompile.precompile([SPEC], ["sm_90"], path.parent)
+    assert built
+    kernels.load(SPEC, HOPPER)
+
+
+def test_every_ingredient_of_the_precompiled_key_counts(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = expand(SPEC, sources)
+    keys = [precompile.key(source, "sm_90"), precompile.key(source, "sm_100")]
+    keys.append(precompile.key(replace(source, digest="0"), "sm_90"))
+    with monkeypatch.context() as patch:
+        patch.setattr(precompile, "SCHEMA", precompile.SCHEMA + 1)
+        keys.append(precompile.key(source, "sm_90"))
+    monkeypatch.setattr(nvrtc, "OPTIONS", (*nvrtc.OPTIONS, "-lineinfo"))
+    keys.append(precompile.key(source, "sm_90"))
+    assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.parametrize(
+    ("version", "capability", "newest"), [((12, 4), (10, 0), "9.0"), ((12, 8), (12, 1), "12.0")]
+)
+def test_an_nvrtc_older_than_the_gpu_is_one_message(
+    kernels: Kernels,
+    monkeypatch: pytest.MonkeyPatch,
+    version: tuple[int, int],
+    capability: tuple[int, int],
+    newest: str,
+) -> None:
+    monkeypatch.setattr(nvrtc, "nvrtc_version", lambda: version)
+    gpu = Gpu(0, "fake new GPU", capability)
+    with pytest.raises(MissingDependencyError) as caught:
+        kernels.load(SPEC, gpu)
+    message = str(caught.value)
+    assert "{}.{}".format(*capability) in message
+    assert f"at most {newest}" in message
+    assert "pip install" in message
+    assert "nvidia-cuda-nvrtc" in message
+
+
+def test_a_specification_is_checked() -> None:
+    for fields in [("a.cuh", ("a",)), ("a.cu", ()), ("a.cu", ("a",), (("B", "1"), ("A", "1")))]:
+        with pytest.raises(ValueError, match=r"a\.cu"):
+            KernelSpec(*fields)

@@ -90,12 +90,17 @@ def exchange_launch(
     )
 
 
+def call_of(launch: Launch, problem: RowProblem) -> tuple[Call, Tensor]:
+    """Bind a problem to a launch; return the call and its output."""
+    rows, columns = problem.x.shape
+    y = torch.empty_like(problem.x)
+    return Call(launch, {"x": problem.x, "lengths": problem.lengths, "y": y, "rows": rows, "columns": columns}), y
+
+
 def run_rows(
     launch: Launch, problem: RowProblem, *, seed: int = 0, replacements: Sequence[Replacement] = ()
 ) -> tuple[Tensor, LaunchCounts]:
-    """Execute one of the two kernels on a problem; return y and the counts."""
-    rows, columns = problem.x.shape
-    y = torch.empty_like(problem.x)
-    values = {"x": problem.x, "lengths": problem.lengths, "y": y, "rows": rows, "columns": columns}
-    (counts,) = run([Call(launch, values)], outputs=[y], seed=seed, replacements=replacements)
+    """Emulate one of the two kernels on a problem; return y and the counts."""
+    call, y = call_of(launch, problem)
+    (counts,) = run([call], outputs=[y], seed=seed, replacements=replacements)
     return y, counts

@@ -7,10 +7,10 @@
 // Shared  dynamic: 8 * cluster size bytes.
 #include "ptx.cuh"
 
-extern "C" __global__ void __launch_bounds__(128)
+extern "C" __global__ void __launch_bounds__(256)
     cluster_exchange(const int* x, const int* lengths, int* y, int rows, int columns) {
     __shared__ unsigned long long arrived;
-    __shared__ int warp_total[2][4];
+    __shared__ int warp_total[2][8];
     int* const partial = ptx::dynamic_shared<int>();  // [2, cluster size]
     const int size = ptx::cluster_size();
     const int rank = ptx::cluster_rank();

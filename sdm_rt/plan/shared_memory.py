@@ -173,7 +173,8 @@ def pairs_plan(
     blocks, triangles = _pairs_triangles(chunk, bank_dtype, gradient_bank_dtype, device)
     buffered = _round_up(triangles, 16) + BATCH_BYTES * PAIRS_THREADS
     batch_buffer = False
-    if det and buffered + resources.static_shared <= device.shared_memory_per_block:
+    if det:
+        # A block that no longer fits has no resident copies at all.
         plain, with_buffer = (
             occupancy(device, PAIRS_THREADS, resources.registers, resources.static_shared + size).blocks
             for size in (triangles, buffered)

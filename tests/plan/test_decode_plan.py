@@ -87,6 +87,9 @@ def test_few_streams_get_narrower_slices_until_every_sm_has_a_block() -> None:
     }
     # 128 threads of 16 bytes cross a row: slices of 8, 4, 2 threads give 16, 32, 64 blocks a stream.
     assert widths == {1: 2, 2: 2, 4: 2, 8: 4, 9: 8}
+    exactly_one_each = dataclasses.replace(preset("h200"), sm_count=128)
+    (launch,) = plan_decode(DecodeShape(8, 64, 64, 1024), exactly_one_each).kernels()
+    assert launch.block[0] == 8
 
 
 def test_streams_change_neither_the_module_nor_the_order_of_sums() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -48,6 +49,13 @@ def test_by_hand(
     result = occupancy(preset(name), threads, registers, shared_memory)
     assert (result.blocks, result.limit) == (blocks, limit)
     assert result.wave(preset(name)) == blocks * preset(name).sm_count
+
+
+def test_a_blocks_registers_are_checked_in_whole_sets_of_four_warps() -> None:
+    # Five warps of 128 registers take 20,480; the hardware checks eight, 32,768.
+    for limit, blocks in ((32_767, 0), (32_768, 3)):
+        device = dataclasses.replace(preset("h100"), registers_per_block=limit)
+        assert occupancy(device, 160, 128, 0).blocks == blocks
 
 
 @pytest.mark.parametrize("arguments", [(0, 32, 0), (1025, 32, 0), (32, 0, 0), (32, 32, -1)])

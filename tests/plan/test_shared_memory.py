@@ -44,6 +44,7 @@ def test_phase_a_bytes() -> None:
         ("a100", 256, F32, F32, 4, 164_864),
         ("rtx4090", 64, BF16, BF16, 8, 65_792),
         ("rtx4090", 64, F32, F32, 8, 98_560),
+        ("rtx4090", 80, F32, F32, 4, 74_048),  # seven warps would fit; warps are a power of two
         ("rtx4090", 128, F32, F32, 4, 98_816),
     ],
 )

@@ -52,6 +52,13 @@ def test_auto_takes_the_cpu_where_the_gpu_path_is_incomplete(cuda_path: dict[str
     assert not doctor.examine("cuda").works
 
 
+def test_a_note_stops_nothing(cuda_path: dict[str, Any]) -> None:
+    cuda_path["checks"]["CUDA headers"] = fake("note", package="nvidia-cuda-runtime")
+    report = doctor.examine("cuda")
+    assert report.works
+    assert "nvidia-cuda-runtime" in report.install_command
+
+
 def test_exit_status_follows_the_asked_path(
     cuda_path: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -157,7 +164,7 @@ def test_no_driver_and_no_gpu_are_told_apart_from_failures(monkeypatch: pytest.M
 
 def test_headers_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     monkeypatch.setattr(machine, "header_folders", lambda: [tmp_path / "absent", tmp_path])
-    assert doctor.check_headers().status == "missing"
+    assert doctor.check_headers().status == "note"
     (tmp_path / "cuda_bf16.h").touch()
     assert doctor.check_headers() == Check("ok", str(tmp_path))
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sdm_rt import repeated_write_slots, sdm_write_read
+from sdm_rt import last_dispatch, repeated_write_slots, reset_dispatch, sdm_write_read
 from sdm_rt.cpu import recurrence
 from tests.problems import GRADIENTS, Problem, make_problem, run_op, run_oracle
 from tests.tolerances import SNAPSHOT_GRADIENT, assert_close, assert_same_bits, relative_error
@@ -187,6 +187,19 @@ def test_repeated_write_slots_counts_real_entries_once() -> None:
     run_op(repeating, return_final_bank=True, packed=True)
     assert repeated_write_slots() == 9
     assert repeated_write_slots() == 0
+
+
+def test_last_dispatch_tells_the_latest_call_and_hands_out_copies() -> None:
+    problem = make_problem(2, 4, 3, 2, 5, 6, lengths=[4, 1]).cast(torch.bfloat16)
+    run_op(problem, return_final_bank=False)
+    told = last_dispatch()
+    expected = {"path": "recurrence", "device": "cpu", "streams": 2, "tokens": 5, "writes": 3, "reads": 2}
+    expected |= {"head_dim": 5, "slots": 6, "bank_dtype": "bfloat16", "snapshot_quant": "none"}
+    assert told.items() >= expected.items()
+    told["path"] = "changed"
+    assert last_dispatch()["path"] == "recurrence"
+    reset_dispatch()
+    assert last_dispatch() == {}
 
 
 # What a call keeps.

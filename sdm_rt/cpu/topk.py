@@ -74,10 +74,9 @@ class _ProductKeyTopk(torch.autograd.Function):
 
 def _select(raw: Tensor, factors: tuple[int, ...], k: int) -> tuple[Tensor, Tensor]:
     scores = torch.split(raw.float(), list(factors), dim=-1)
-    rounds_partial_sums = raw.dtype == torch.bfloat16 and len(factors) > 2
     total, slot = _rank_factor(scores[0], k)  # [..., n], best first
     for stage, width in enumerate(factors[1:], start=1):
-        if stage > 1 and rounds_partial_sums:
+        if stage > 1 and raw.dtype == torch.bfloat16:  # a sum of two is rounded only where a third is added
             total = total.bfloat16().float()
         score, column = _rank_factor(scores[stage], k)  # [..., m]
         n, m = total.shape[-1], score.shape[-1]

@@ -21,7 +21,7 @@ __all__ = ["PackedLayout", "PaddedLayout", "TokenLayout", "resolve_layout"]
 _LENGTH_DTYPES = (torch.int32, torch.int64)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PaddedLayout:
     """B sequences of T rows each, of which the first ``lengths[b]`` are tokens and the rest is padding.
 
@@ -72,7 +72,7 @@ class PaddedLayout:
         return None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PackedLayout:
     """B sequences of any lengths, one after another.
 

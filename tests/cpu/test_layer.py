@@ -13,6 +13,8 @@ from tests import oracle
 from tests.layer_reference import layer_reference, make_layer
 from tests.tolerances import SNAPSHOT_GRADIENT, TOLERANCES, Tolerance, assert_close
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 OPTIONS = {
     "defaults": {},
     "zeros as initial bank": {"backprop_on_memory": False},

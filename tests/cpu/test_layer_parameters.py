@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sdm_rt import SparseDeltaMemory, SparseDeltaMemoryArgs
+from sdm_rt.layer import layer as layer_module
 from tests.layer_reference import SHAPE, make_layer
 
 
@@ -81,6 +82,14 @@ def test_initial_values():
     assert step.min() >= 0.99e-3
     assert step.max() <= 1.01e-1
     assert step.log().std().item() == pytest.approx(math.log(100) / math.sqrt(12), rel=0.25)
+
+
+@pytest.mark.parametrize(("drawn", "step"), [(1.0, 1.0), (0.05, 0.05), (1e-6, 1e-4)])
+def test_dt_bias_is_the_inverse_softplus_of_the_drawn_step(monkeypatch, drawn, step):
+    monkeypatch.setattr(layer_module, "_TIME_STEP_RANGE", (drawn, drawn))
+    layer = SparseDeltaMemory(SparseDeltaMemoryArgs(**SHAPE, A_init_range=(0.0, 0.0)), 0)
+    torch.testing.assert_close(torch.nn.functional.softplus(layer.dt_bias), torch.full((2,), step))
+    torch.testing.assert_close(layer.A_log, torch.full((2,), math.log(1e-4)))
 
 
 def test_init_weights_scales():

@@ -9,6 +9,8 @@ from sdm_rt import last_dispatch
 from tests.layer_reference import make_layer
 from tests.tolerances import assert_close
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 LENGTHS = [4, 0, 7, 1]
 EVERYTHING = {
     "output_gate": True,

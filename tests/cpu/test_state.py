@@ -11,6 +11,8 @@ import torch
 
 from sdm_rt import Cache, SDMLayerState, SparseDeltaMemory, SparseDeltaMemoryArgs
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 SHAPE = {"dim": 8, "num_heads": 2, "slots_per_head": 9, "num_writes": 3, "num_reads": 4}
 
 

@@ -14,6 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sdm_rt.ops.topk import product_key_topk
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 FACTORS = [(7,), (1,), (4, 5), (1, 6), (3, 3, 3), (2, 5, 1, 3), (2, 3, 2, 2, 3), (16, 16), (40, 9)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 

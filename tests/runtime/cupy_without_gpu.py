@@ -1,14 +1,14 @@
 """CuPy's real compiler and disk cache on a machine without a GPU: only what touches a device is replaced.
 
-``RawModule`` needs a GPU to say which architecture it compiles for and to load the result. Here it asks CuPy's
-own compile function for a fixed architecture and keeps the machine code as bytes.
+``RawModule`` needs a GPU to say which architecture it compiles for and to load the result. Here it asks
+CuPy's own compile function for a fixed architecture and keeps the machine code as bytes.
 """
 
 from __future__ import annotations
 
 import contextlib
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -26,7 +26,7 @@ SMALL_CUH = "#pragma once\n__device__ float scaled(float x) { return SCALE * x; 
 class FakeModule:
     """What CuPy's compile function loads its machine code into."""
 
-    loaded: list[bytes] = []
+    loaded: ClassVar[list[bytes]] = []
 
     def load(self, cubin: bytes) -> None:
         self.cubin = cubin
@@ -37,7 +37,9 @@ class FakeModule:
 
 
 class FakeRawModule:
-    def __init__(self, code: str | None = None, *, path: str | None = None, options=(), backend="nvrtc") -> None:
+    def __init__(
+        self, code: str | None = None, *, path: str | None = None, options=(), backend="nvrtc"
+    ) -> None:
         self.code, self.path, self.options, self.backend = code, path, options, backend
 
     def get_function(self, entry: str) -> Any:

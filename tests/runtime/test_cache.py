@@ -131,7 +131,7 @@ def test_a_cache_that_cannot_be_made_is_a_temporary_one_with_one_warning(
     monkeypatch.setenv("SDM_RT_CACHE_DIR", str(blocked / "cache"))
     with pytest.warns(RuntimeWarning, match="SDM_RT_CACHE_DIR") as caught:
         folder = cache.cache_folder()
-        assert cache.cache_folder() == folder
+    assert cache.cache_folder() == folder
     assert len(caught) == 1
     assert (folder / cache.CUBINS).is_dir()
 
@@ -156,7 +156,9 @@ def test_no_home_no_compiler_no_toolkit(tmp_path: Path, home: str) -> None:
     """Import, NVRTC and a compile work with nothing set, with at most one warning."""
     write_sources(tmp_path / "kernels")
     (tmp_path / "file").write_text("")
-    variables = environment(tmp_path / "cache", tmp_path / "kernels", PATH="/nonexistent", CUDA_HOME="/nonexistent")
+    variables = environment(
+        tmp_path / "cache", tmp_path / "kernels", PATH="/nonexistent", CUDA_HOME="/nonexistent"
+    )
     del variables["SDM_RT_CACHE_DIR"]
     places = {"unwritable": str(tmp_path / "file" / "home"), "missing": "/proc/nonexistent"}
     if home == "unset":
@@ -202,7 +204,9 @@ def test_clear_removes_everything_unfinished_files_included(
     assert len(cache.entries(cache_folder / cache.MANIFEST)) == 1
 
 
-def test_an_unreadable_manifest_entry_is_left_out(kernels: Kernels, sources: Path, cache_folder: Path) -> None:
+def test_an_unreadable_manifest_entry_is_left_out(
+    kernels: Kernels, sources: Path, cache_folder: Path
+) -> None:
     kernels.load(SPEC, HOPPER)
     (cache_folder / cache.MANIFEST / "broken.json").write_text("{")
     (cache_folder / cache.MANIFEST / "other.json").write_text('{"entries": []}')

@@ -32,7 +32,12 @@ def test_a_first_load_compiles_a_second_one_does_not(
     assert kernels.load(SPEC, HOPPER) is module
     assert len(FakeModule.loaded) == 1
     (entry,) = manifest(cache_folder)
-    assert (entry.file, entry.entries, entry.defines, entry.target) == ("small.cu", ("small",), "SCALE=2", "sm_90")
+    assert (entry.file, entry.entries, entry.defines, entry.target) == (
+        "small.cu",
+        ("small",),
+        "SCALE=2",
+        "sm_90",
+    )
     assert entry.size == len(FakeModule.loaded[0])
     assert (cache_folder / cache.CUBINS / entry.cubin).is_file()
 
@@ -118,7 +123,10 @@ def test_cupys_own_cache_is_given_back(kernels: Kernels, sources: Path) -> None:
 
 
 def test_a_precompiled_kernel_equals_the_run_time_build(
-    kernels: Kernels, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    kernels: Kernels,
+    sources: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = tmp_path / "precompiled"
@@ -139,7 +147,9 @@ def test_only_precompiled_kernels_without_run_time_compilation(
     kernels: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SDM_RT_JIT", "0")
-    with pytest.raises(NotPrecompiledError, match=r"small\.cu -DSCALE=2 for sm_90 .*SDM_RT_PRECOMPILED is not set"):
+    with pytest.raises(
+        NotPrecompiledError, match=r"small\.cu -DSCALE=2 for sm_90 .*SDM_RT_PRECOMPILED is not set"
+    ):
         kernels.load(SPEC, HOPPER)
     monkeypatch.setenv("SDM_RT_PRECOMPILED", str(tmp_path))
     with pytest.raises(NotPrecompiledError, match="sdm-rt precompile --arch sm_90"):
@@ -160,7 +170,9 @@ def test_a_damaged_precompiled_file_is_not_used(
     kernels.load(SPEC, HOPPER)
 
 
-def test_every_ingredient_of_the_precompiled_key_counts(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_ingredient_of_the_precompiled_key_counts(
+    sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = expand(SPEC, sources)
     keys = [precompile.key(source, "sm_90"), precompile.key(source, "sm_100")]
     keys.append(precompile.key(replace(source, digest="0"), "sm_90"))

@@ -21,7 +21,7 @@ def test_a_header_is_expanded_once(sources: Path) -> None:
     assert source.text.count("scaled") == 1
     assert "#include <cuda_fp16.h>" in source.text
     assert '"small.cuh"' in source.text
-    assert "include \"" not in source.text
+    assert 'include "' not in source.text
     assert [path.name for path in source.files] == ["small.cu", "small.cuh", "twice.cuh"]
 
 
@@ -76,7 +76,7 @@ def test_a_folder_without_sources_is_refused(tmp_path: Path, monkeypatch: pytest
 
 
 def test_the_package_folder_is_where_the_wheel_puts_it() -> None:
-    assert module._PACKAGED == Path(sdm_rt.__file__).parent / "kernels_cu"
+    assert Path(sdm_rt.__file__).parent / "kernels_cu" == module._PACKAGED
 
 
 def test_an_edit_is_seen_even_within_one_tick_of_file_times(sources: Path) -> None:
@@ -89,9 +89,7 @@ def test_an_edit_is_seen_even_within_one_tick_of_file_times(sources: Path) -> No
     assert tree.source(SPEC).digest != first.digest
 
 
-def test_untouched_files_are_read_once(
-    sources: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_untouched_files_are_read_once(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SETTLED_NS", -(10**12))
     tree = SourceTree()
     first = tree.source(SPEC)

@@ -6,7 +6,6 @@ every comparison of the rule is one total order and no result depends on how a s
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -108,14 +107,9 @@ def _order(score: Tensor, tie: Tensor) -> Tensor:
 
 def _candidates(n: int, m: int, c: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return the pairs (i, j) with (i+1)(j+1) <= c, and their order among equal sums: i + j, then i."""
-    i, j = (torch.tensor(ranks, device=device) for ranks in _hyperbola(n, m, c))
-    return i, j, (i + j) * n + i
-
-
-@functools.lru_cache(maxsize=256)
-def _hyperbola(n: int, m: int, c: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     pairs = [(i, j) for i in range(n) for j in range(min(m, c // (i + 1)))]
-    return tuple(i for i, _ in pairs), tuple(j for _, j in pairs)
+    i, j = torch.tensor(pairs, device=device).unbind(dim=1)
+    return i, j, (i + j) * n + i
 
 
 def _columns(idx: Tensor, factors: tuple[int, ...]) -> list[Tensor]:

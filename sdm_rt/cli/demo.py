@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import io
 import sys
 from pathlib import Path
 
@@ -57,6 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the demo and return its exit status: 1 if the decode path gave other logits, 130 after Ctrl-C."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(
+            errors="backslashreplace"
+        )  # a sample may hold what the terminal's encoding lacks
     try:
         _require_packages()
         device = _device(arguments.device)
@@ -70,11 +75,11 @@ def run(arguments: argparse.Namespace) -> int:
         except StoppedError:
             print(f"\nstopped   checkpoint saved; continue with: sdm-rt demo --resume --out {arguments.out}")
             return INTERRUPTED
-    except DemoError as error:
+    except (DemoError, OSError) as error:
         print(f"sdm-rt demo: {error}", file=sys.stderr)
         return WRONG_USE
     except KeyboardInterrupt:
-        print(f"\nsdm-rt demo: interrupted; checkpoints so far are in {arguments.out}", file=sys.stderr)
+        print(f"\nsdm-rt demo: interrupted; checkpoints, if any yet, are in {arguments.out}", file=sys.stderr)
         return INTERRUPTED
 
 

@@ -16,6 +16,7 @@ from sdm_rt.demo.config import DemoConfig
 from sdm_rt.demo.errors import DemoError
 from sdm_rt.demo.evaluation import unigram_bits_per_byte, validation_windows
 from sdm_rt.demo.generation import decode_difference, generate
+from sdm_rt.demo.model import ByteLanguageModel
 from sdm_rt.demo.picture import draw
 from sdm_rt.demo.progress import ProgressBar
 from sdm_rt.demo.slots import count_slot_use
@@ -81,13 +82,8 @@ def perform(request: Request) -> bool:
 
     runs = {with_sdm: _trained(config, corpus, windows, with_sdm, request) for with_sdm in (True, False)}
     sdm, baseline = runs[True], runs[False]
-    draw(
-        request.out / "curves.png",
-        sdm.history,
-        baseline.history,
-        unigram,
-        count_slot_use(sdm.model, windows, config.batch),
-    )
+    slot_use = count_slot_use(sdm.model, windows, config.batch)
+    draw(request.out / "curves.png", sdm.history, baseline.history, unigram, slot_use)
 
     prompt = bytes(corpus.validation[:PROMPT_BYTES].tolist())
     sample = generate(sdm.model, prompt, SAMPLE_BYTES, TEMPERATURE, config.seed)
@@ -166,7 +162,15 @@ def _steps_done(path: Path) -> tuple[int, int]:
 
 
 def _readable(content: bytes) -> str:
-    return content.replace(b"\0", b"\n").decode("utf-8", errors="replace")
+    """Return printable text: a zero byte ends a line, other control characters become U+FFFD."""
+    text = content.replace(b"\0", b"\n").decode("utf-8", errors="replace")
+    return "".join(
+        character if character.isprintable() or character in "\n\t" else "\ufffd" for character in text
+    )
+
+
+def _bank_parameters(model: ByteLanguageModel) -> int:
+    return sum(layer.memory.numel() for layer in model.sdm_layers if layer.memory is not None)
 
 
 def _table(sdm: TrainingRun, baseline: TrainingRun, unigram: float) -> str:
@@ -175,6 +179,7 @@ def _table(sdm: TrainingRun, baseline: TrainingRun, unigram: float) -> str:
     rows = [
         ("", *NAMES.values()),
         ("parameters", *(f"{sum(p.numel() for p in run.model.parameters()):,}" for run in runs)),
+        ("of them rows of learned banks", *(f"{_bank_parameters(run.model):,}" for run in runs)),
         ("steps x bytes of a step", *(f"{config.steps:,} x {config.batch * config.seq_len:,}" for _ in runs)),
         ("seconds of training steps", *(f"{run.history.seconds:.0f}" for run in runs)),
         ("validation bits per byte: before", *(f"{run.history.validation[0]:.3f}" for run in runs)),

@@ -406,6 +406,18 @@ class TestCommand:
             == report["with_sdm"]["losses"]
         )
 
+    def test_prints_to_an_ascii_terminal(self, text_folder: Path, tmp_path: Path) -> None:
+        words = ["--text", str(text_folder), "--out", str(tmp_path / "run"), *SMALL_OPTIONS]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "ascii"}
+        done = subprocess.run(
+            [sys.executable, "-m", "sdm_rt.cli", "demo", *words],
+            capture_output=True,
+            env=environment,
+            timeout=240,
+        )
+        assert done.returncode == 0
+        assert b"\\u2503" in done.stdout  # the bar between prompt and sample
+
     def test_decode_that_differs_fails_the_command(
         self,
         text_folder: Path,
@@ -463,6 +475,15 @@ class TestCommand:
         status, _, complaint = self.run(capsys, "--resume", "--out", tmp_path)
         assert status == 2
         assert "no checkpoint" in complaint
+
+    def test_out_that_is_a_file_is_named(
+        self, text_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "file").write_text("occupied")
+        status, _, complaint = self.run(capsys, "--text", text_folder, "--out", tmp_path / "file")
+        assert status == 2
+        assert str(tmp_path / "file") in complaint
+        assert (tmp_path / "file").read_text() == "occupied"
 
     def test_missing_packages_are_one_error(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

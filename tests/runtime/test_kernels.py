@@ -1,0 +1,85 @@
+"""Every kernel variant that plans can choose compiles for every target, as the committed tables say."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from sdm_rt.plan.kernel_resources import TABLE
+from sdm_rt.plan.write_resources import TARGETS, figures_of, variants
+from sdm_rt.runtime.kernel import KernelSpec
+from sdm_rt.runtime.nvrtc import compile_source, kernel_figures
+from sdm_rt.runtime.sources import expand, find_kernels
+
+COMMITTED: dict[str, dict[str, dict[str, Any]]] = json.loads(TABLE.read_text(encoding="utf-8"))
+MOST_SPILLED = 16  # bytes a thread: what ptxas spills to reach a better occupancy, not a local array
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_resources_equal_the_committed_table(target: str) -> None:
+    measured: dict[str, dict[str, dict[str, int]]] = {}
+    for spec in variants(target):
+        measured.setdefault(spec.file, {}).update(figures_of(spec, target))
+    committed = {
+        file: {key: figures[target] for key, figures in kernels.items() if target in figures}
+        for file, kernels in COMMITTED.items()
+    }
+    assert measured == committed, "python -m sdm_rt.plan.write_resources writes the table anew"
+
+
+def test_no_variant_spills_more_than_a_few_registers() -> None:
+    for kernels in COMMITTED.values():
+        for key, targets in kernels.items():
+            for target, figures in targets.items():
+                assert max(figures["spill_stores"], figures["spill_loads"]) <= MOST_SPILLED, (key, target)
+
+
+def _representatives(target: str) -> dict[tuple[str, bool, bool], KernelSpec]:
+    """One translation unit for each file and combination of PDL macros."""
+    found = {}
+    for spec in variants(target):
+        macros = dict(spec.defines)
+        flags = (macros.get("SDM_PDL_WAIT") == "1", macros.get("SDM_PDL_TRIGGER") == "1")
+        found.setdefault((spec.file, *flags), spec)
+    return found
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_griddepcontrol_stands_exactly_where_plans_set_it(target: str) -> None:
+    for (file, waits, triggers), spec in _representatives(target).items():
+        source = expand(spec, find_kernels())
+        ptx = compile_source(source.text, target, file).ptx
+        assert ("griddepcontrol.wait" in ptx) == waits
+        assert ("griddepcontrol.launch_dependents" in ptx) == triggers
+        if target < "sm_90" and len(target) == len("sm_90"):
+            assert "griddepcontrol" not in ptx
+
+
+def test_the_pdl_functions_are_empty_below_sm_90() -> None:
+    """The macros themselves are harmless on an older target."""
+    spec = next(spec for spec in variants("sm_90") if ("SDM_PDL_WAIT", "1") in spec.defines)
+    source = expand(spec, find_kernels())
+    assert "griddepcontrol" not in compile_source(source.text, "sm_89", spec.file).ptx
+
+
+def test_figures_are_read_from_the_log() -> None:
+    text = """
+    extern "C" __global__ void shared_one(float* x) {
+        __shared__ float y[100];
+        y[threadIdx.x] = *x;
+        __syncthreads();
+        *x = y[5];
+    }
+    extern "C" __global__ void local_one(float* x, int n) {
+        float y[64];
+        for (int i = 0; i < n; ++i) y[i * n % 64] = x[i];
+        *x = y[n];
+    }
+    """
+    figures = kernel_figures(text, "sm_90", "two.cu")
+    assert figures["shared_one"].static_shared == 400
+    assert figures["local_one"].stack >= 256
+    assert all(one.registers > 0 for one in figures.values())
+    assert figures["shared_one"].stack == figures["shared_one"].spill_stores == 0

@@ -105,9 +105,9 @@ def test_gates(gates: str, gate_per_write: bool, beta: str, writes: str) -> None
 
 
 def test_a_decay_below_the_float32_range_is_zero() -> None:
-    # exp(-88) is a subnormal float32 number: times a row of 1e30 it would still show beside the write.
+    # exp(-88) is a subnormal float32 number: times a row of 1e36 it would still show beside the write.
     problem = make_problem(1, 1, 1, 1, 5, 3, gates="-88").cast(torch.float32)
-    problem = replace(problem, memory=problem.memory * 1e30)
+    problem = replace(problem, memory=problem.memory * 1e36)
     row = int(problem.k_idx)
     got = run_op(problem, return_final_bank=True)
     assert_same_bits("row", got.bank[row], problem.k_val[0, 0] * (problem.beta[0, 0] * problem.v[0, 0]))

@@ -74,33 +74,6 @@ static __device__ __forceinline__ float sum_groups(const float* partial, int col
     }
 }
 
-// VECTOR floats between registers and shared memory.
-static __device__ __forceinline__ void store_floats(float* p, const float (&x)[VECTOR]) {
-    if constexpr (VECTOR % 4 == 0) {
-#pragma unroll
-        for (int c = 0; c < VECTOR; c += 4)
-            *reinterpret_cast<float4*>(p + c) = make_float4(x[c], x[c + 1], x[c + 2], x[c + 3]);
-    } else {
-#pragma unroll
-        for (int c = 0; c < VECTOR; ++c) p[c] = x[c];
-    }
-}
-static __device__ __forceinline__ void load_floats(const float* p, float (&x)[VECTOR]) {
-    if constexpr (VECTOR % 4 == 0) {
-#pragma unroll
-        for (int c = 0; c < VECTOR; c += 4) {
-            const float4 four = *reinterpret_cast<const float4*>(p + c);
-            x[c] = four.x;
-            x[c + 1] = four.y;
-            x[c + 2] = four.z;
-            x[c + 3] = four.w;
-        }
-    } else {
-#pragma unroll
-        for (int c = 0; c < VECTOR; ++c) x[c] = p[c];
-    }
-}
-
 extern "C" __global__ void __launch_bounds__(MAX_THREADS)
     decode(BANK* memory, const void* k_idx, const void* k_val, const void* v, const void* beta, const void* g,
            const void* q_idx, const void* q_val, const void* lengths, BANK* y, unsigned long long* repeats,

@@ -125,6 +125,35 @@ __device__ __forceinline__ void store_values(T* p, const float (&x)[N]) {
     ptx::store_global(reinterpret_cast<Word<T, N>*>(p), pack<T, N>(x));
 }
 
+// N consecutive floats at `p`, which is aligned to 16 bytes where N is a multiple of 4.
+template <int N>
+__device__ __forceinline__ void load_floats(const float* p, float (&x)[N]) {
+    if constexpr (N % 4 == 0) {
+#pragma unroll
+        for (int i = 0; i < N; i += 4) {
+            const float4 four = *reinterpret_cast<const float4*>(p + i);
+            x[i] = four.x;
+            x[i + 1] = four.y;
+            x[i + 2] = four.z;
+            x[i + 3] = four.w;
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; ++i) x[i] = p[i];
+    }
+}
+template <int N>
+__device__ __forceinline__ void store_floats(float* p, const float (&x)[N]) {
+    if constexpr (N % 4 == 0) {
+#pragma unroll
+        for (int i = 0; i < N; i += 4)
+            *reinterpret_cast<float4*>(p + i) = make_float4(x[i], x[i + 1], x[i + 2], x[i + 3]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; ++i) p[i] = x[i];
+    }
+}
+
 // ---- exponentials ----
 
 // exp of a log-decay: exp(-inf) = 0, and a decay below the normal float32 range is 0, not a subnormal.

@@ -21,7 +21,7 @@ class UnsupportedConfigurationError(ValueError):
 class MissingDependencyError(RuntimeError):
     """The GPU path lacks CuPy, NVRTC, the CUDA headers or a driver.
 
-    The message says what is missing, the one command that installs it, and that CPU tensors work.
+    The message says what is missing, the command that installs it, and that CPU tensors work.
     """
 
 
@@ -30,7 +30,7 @@ class KernelCompileError(RuntimeError):
 
 
 class NotPrecompiledError(RuntimeError):
-    """A kernel is missing from the precompiled folder while run-time compilation is off (``SDM_RT_JIT=0``)."""
+    """A kernel is not in the precompiled folder, and run-time compilation is off (``SDM_RT_JIT=0``)."""
 
 
 class UntestedHardwareWarning(UserWarning):

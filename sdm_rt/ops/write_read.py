@@ -10,10 +10,12 @@ from typing import Any, ClassVar, Literal, overload
 import torch
 from torch import Tensor
 
+from sdm_rt import env
 from sdm_rt.cpu.recurrence import Saved, Streams, Tokens, advance, retreat, sum_dtype
 from sdm_rt.cpu.snapshot import RowSnapshot
 from sdm_rt.ops import checks
 from sdm_rt.ops.counters import count_repeats, record_dispatch
+from sdm_rt.ops.write_read_launch import forward_on_gpu
 
 __all__ = ["sdm_write_read"]
 
@@ -157,6 +159,49 @@ def _stream_spans(
     if lengths is None:
         return starts, [shape.tokens] * shape.streams
     return starts, checks.check_stream_lengths(lengths, shape.tokens)
+
+
+def _check_values(
+    shape: checks.StreamShape,
+    flat: dict[str, Tensor],
+    lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int | None,
+) -> tuple[list[int], list[int]]:
+    """Check what only values tell; return the first flat row and the length of every stream."""
+    starts, spans = _stream_spans(shape, lengths, cu_seqlens, max_seqlen)
+    for name in ("k_idx", "q_idx"):
+        checks.check_index_range(name, flat[name], shape, starts, spans)
+    if shape.shared_bank and shape.streams > 1:
+        checks.check_streams_disjoint(flat["k_idx"], flat["q_idx"], shape, starts, spans)
+    return starts, spans
+
+
+def _forward_on_gpu(
+    memory: Tensor,
+    flat: dict[str, Tensor],
+    shape: checks.StreamShape,
+    lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int | None,
+    chunk_size: int,
+    functional: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Run a call that saves nothing on a GPU."""
+    if memory.dtype == torch.float64:
+        raise TypeError(
+            "memory: expected dtype float32, bfloat16 or float16 on a GPU, got float64 (CPU only)"
+        )
+    if cu_seqlens is not None and max_seqlen is None:
+        raise ValueError(
+            "max_seqlen: expected the tokens of the longest stream with cu_seqlens on a GPU (the host does "
+            "not wait to look), got None"
+        )
+    longest = shape.tokens if max_seqlen is None else min(max_seqlen, shape.tokens)
+    bank = memory.clone(memory_format=torch.contiguous_format) if functional else memory
+    streams = {name: t for name, t in (("lengths", lengths), ("cu_seqlens", cu_seqlens)) if t is not None}
+    readings = forward_on_gpu(bank, flat, shape, streams, longest, chunk_size)
+    return (readings, bank) if functional else readings
 
 
 @overload
@@ -341,21 +386,24 @@ def sdm_write_read(
     located = {"memory": memory, **flat}
     located |= {name: t for name, t in (("lengths", lengths), ("cu_seqlens", cu_seqlens)) if t is not None}
     device = checks.check_one_device(located)
-    if device.type != "cpu":
-        raise RuntimeError(
-            f"sdm_write_read: this version runs on CPU tensors only, got a bank on {device}; move the "
-            "tensors to the CPU"
+    if device.type == "cuda":
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (memory, k_val, v, beta, g, q_val)):
+            raise RuntimeError(
+                "sdm_write_read: this version has no backward on a GPU; call it under torch.no_grad(), or "
+                "train with CPU tensors"
+            )
+        checked = env.flag("SDM_RT_CHECK") if check_indices is None else check_indices
+        if checked:
+            _check_values(shape, flat, lengths, cu_seqlens, max_seqlen)
+        return _forward_on_gpu(
+            memory, flat, shape, lengths, cu_seqlens, max_seqlen, chunk_size, return_final_bank
         )
     if schedule is not None:
         raise ValueError(
             f"schedule: expected None for CPU tensors, which run the recurrence, got {schedule!r}"
         )
 
-    starts, spans = _stream_spans(shape, lengths, cu_seqlens, max_seqlen)
-    for name in ("k_idx", "q_idx"):
-        checks.check_index_range(name, flat[name], shape, starts, spans)
-    if shape.shared_bank and shape.streams > 1:
-        checks.check_streams_disjoint(flat["k_idx"], flat["q_idx"], shape, starts, spans)
+    starts, spans = _check_values(shape, flat, lengths, cu_seqlens, max_seqlen)
     record_dispatch(
         {
             "op": "sdm_write_read",

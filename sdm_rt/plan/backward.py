@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sdm_rt.plan.device import DeviceModel, require_supported
-from sdm_rt.plan.forward import SIZES
 from sdm_rt.plan.kernel_resources import kernel_resources
-from sdm_rt.plan.launch import Launch, LibraryCall, pdl_defines, pointers
+from sdm_rt.plan.launch import Argument, Launch, LibraryCall, pdl_defines, pointers
 from sdm_rt.plan.shapes import WriteReadShape, dtype_bytes, kernel_type
 from sdm_rt.plan.shared_memory import gates_plan, one_block_per_sm, pairs_plan, phase_a_plan
 from sdm_rt.plan.step_plan import Call, StepPlan
@@ -26,6 +25,13 @@ from sdm_rt.plan.tiling import (
 from sdm_rt.runtime.kernel import KernelSpec
 
 __all__ = ["plan_backward", "plan_reference_backward"]
+
+# The integer arguments of the loop's kernels; the step is the one that changes.
+SIZES = (
+    Argument("step", "int32", step_dependent=True),
+    *(Argument(name, "int32") for name in ("T", "C", "W", "R", "D")),
+    Argument("S", "int64"),
+)
 
 PAIRS_KERNEL = KernelSpec("phase1_backward_pairs.cu", ("phase1_backward_pairs",))
 

@@ -13,13 +13,14 @@ from sdm_rt.runtime.launcher import PreparedLaunch, prepare
 __all__ = ["BoundPlan"]
 
 STEP = "step"
+SLAB_STEP = "slab_step"
 
 
 class BoundPlan:
     """The prepared launches of a plan, for one thread.
 
-    Arguments go by name: a name stands for the same value in every launch that has it. Only the step is
-    rewritten while the loop runs.
+    Arguments go by name: a name stands for the same value in every launch that has it. Only the step and the
+    first step of its slab are rewritten while the loop runs.
 
     Parameters
     ----------
@@ -45,23 +46,25 @@ class BoundPlan:
         self.plan = plan
         self._context = driver.primary_context(gpu.index)
         self._missing = {argument.name for launch in kernels for argument in launch.arguments}
-        self._missing.discard(STEP)
+        self._missing -= {STEP, SLAB_STEP}
         prepared = {
             launch: prepare(launch, gpu, stream, left=len(kernels) - 1 - at)
             for at, launch in enumerate(kernels)
         }
         self._prepared = tuple(prepared.values())
-        # (launch, its slot of the step, step); slot -1 where the launch does not change.
-        self._sequence: list[tuple[PreparedLaunch, int, int]] = []
+        # Each launch with the slots of the arguments that change and their values.
+        self._sequence: list[tuple[PreparedLaunch, tuple[tuple[int, int], ...]]] = []
         for step, call in plan.launches():
             assert isinstance(call, Launch)
+            now = {} if step is None else {STEP: step, SLAB_STEP: plan.slab_step(step)}
             changing = [at for at, argument in enumerate(call.arguments) if argument.step_dependent]
-            if changing and (step is None or [call.arguments[at].name for at in changing] != [STEP]):
+            if unknown := {call.arguments[at].name for at in changing} - now.keys():
                 raise ValueError(
-                    f"{plan.name}: {call.name} may take the step inside the loop and no other change"
+                    f"{plan.name}: {call.name} may take the step inside the loop and no other change, not "
+                    f"{', '.join(sorted(unknown))}"
                 )
-            slot = changing[0] if changing else -1
-            self._sequence.append((prepared[call], slot, step if step is not None else 0))
+            values = tuple((at, now[call.arguments[at].name]) for at in changing)
+            self._sequence.append((prepared[call], values))
 
     def set(self, values: Mapping[str, int | float]) -> None:
         """Write arguments by name into every launch that has them; the others keep their values.
@@ -72,7 +75,7 @@ class BoundPlan:
             For a name that no launch has, and for the step, which the loop writes.
         """
         for name in values:
-            if name == STEP or not any(self._has(launch, name) for launch in self._prepared):
+            if name in (STEP, SLAB_STEP) or not any(self._has(launch, name) for launch in self._prepared):
                 raise KeyError(f"{self.plan.name}: no launch takes an argument {name!r} from the caller")
         for launch in self._prepared:
             launch.set({name: value for name, value in values.items() if self._has(launch, name)})
@@ -97,9 +100,9 @@ class BoundPlan:
             With the driver's error.
         """
         self._require_arguments()
-        for launch, slot, step in self._sequence:
-            if slot >= 0:
-                launch.arguments[slot] = step
+        for launch, values in self._sequence:
+            for slot, value in values:
+                launch.arguments[slot] = value
             launch.run(stream)
 
     def capture(self, keep: object) -> graph.CapturedLaunches:
@@ -123,5 +126,8 @@ class BoundPlan:
             With the driver's error.
         """
         self._require_arguments()
-        sequence = [(launch, {STEP: step} if slot >= 0 else {}) for launch, slot, step in self._sequence]
+        sequence = [
+            (launch, {launch.launch_description.arguments[slot].name: value for slot, value in values})
+            for launch, values in self._sequence
+        ]
         return graph.capture(sequence, self._context, keep)

@@ -1,77 +1,108 @@
-"""The stepwise forward plan: gather, dual matmul, decay-and-write, chunk after chunk."""
+"""The stepwise forward plan: Phase 1 for a slab; then gather, dual matmul, decay-and-write, step by step."""
 
 from __future__ import annotations
 
+from sdm_rt.plan.buffer import Buffer, total_bytes
 from sdm_rt.plan.device import DeviceModel, require_supported
-from sdm_rt.plan.launch import Argument, Launch, pdl_defines, pointers
-from sdm_rt.plan.shapes import WriteReadShape, dtype_bytes, kernel_type
+from sdm_rt.plan.launch import Argument, Dim3, Launch, pdl_defines, pointers
+from sdm_rt.plan.phase1 import capacity, plan_phase1, slab_steps, sort_passes
+from sdm_rt.plan.shapes import WriteReadShape, dtype_bytes, kernel_index, kernel_type
 from sdm_rt.plan.shared_memory import require_backward_fits, snapshot_rows
 from sdm_rt.plan.step_plan import StepPlan
-from sdm_rt.plan.tiling import (
-    THREADS,
-    WARPS,
-    ceil_div,
-    entry_grid,
-    product_tile,
-    product_tile_bytes,
-    row_columns,
-    token_grid,
-)
+from sdm_rt.plan.tiling import ceil_div
 from sdm_rt.runtime.kernel import KernelSpec
 
-__all__ = ["SIZES", "TRIGGER_MAX_CHUNK", "plan_forward"]
+__all__ = ["TRIGGER_MAX_CHUNK", "forward_constants", "plan_forward"]
 
 TRIGGER_MAX_CHUNK = 64  # up to here the dual matmul is short enough for its dependent to start early
-WRITE_ENTRIES = 64  # slot-sorted entries of a decay-and-write block, eight a warp
+WORD_BYTES = 16
+GATHER_THREADS = 512
+GATHER_ROW_THREADS = 128  # most threads across a row
+GATHER_GROUPS = 32  # most rows side by side
+PRODUCT_TILE = 32
+PRODUCT_COLUMNS = (32, 16)  # of a dual matmul block; the wider where it still gives every SM a block
+WRITE_WARPS = 8
+WRITE_LOADS = 4  # words of a row a thread holds
+SNAPSHOT_CODES = {"none": "1", "bf16": "2", "fp8": "3", "int4": "4"}
 
-
-# The integer arguments every stepwise kernel takes; the step is the one that changes.
-SIZES = (
+STEPS = (
     Argument("step", "int32", step_dependent=True),
-    *(Argument(name, "int32") for name in ("T", "C", "W", "R", "D")),
-    Argument("S", "int64"),
+    Argument("slab_step", "int32", step_dependent=True),
 )
+
+
+def _int32(*names: str) -> tuple[Argument, ...]:
+    return tuple(Argument(name, "int32") for name in names)
+
+
+def vector_values(shape: WriteReadShape) -> int:
+    """Return the bank values of one load: the most, up to 16 bytes, that divide the row and its alignment."""
+    values = max(1, shape.alignment // dtype_bytes(shape.bank_dtype))
+    while shape.head_dim % values:
+        values //= 2
+    return values
+
+
+def _power_of_two(value: int) -> int:
+    return 1 << (value - 1).bit_length()
+
+
+def gather_block(shape: WriteReadShape) -> Dim3:
+    """Return (threads across a row, rows side by side, 1).
+
+    The rows side by side fix the order of sums, so they follow D and the bank's dtype, never the alignment.
+    """
+    words = ceil_div(shape.head_dim, WORD_BYTES // dtype_bytes(shape.bank_dtype))
+    groups = min(GATHER_GROUPS, GATHER_THREADS // min(_power_of_two(words), GATHER_ROW_THREADS))
+    threads = _power_of_two(ceil_div(shape.head_dim, vector_values(shape)))
+    return min(threads, GATHER_THREADS // groups), groups, 1
 
 
 def _gather(shape: WriteReadShape) -> Launch:
-    columns = row_columns(shape.bank_dtype)
-    lanes = shape.writes + shape.reads
-    saved = ("snapshot", "snapshot_scale") if shape.training else ()
+    W, R, D = shape.writes, shape.reads, shape.head_dim
+    vector, block = vector_values(shape), gather_block(shape)
+    columns = block[0] * vector
     floor = (shape.write_rows + shape.read_rows) * shape.row_bytes
-    if shape.training:
-        floor += shape.write_rows * shape.snapshot_row_bytes
-    small = shape.step_tokens * (lanes * (dtype_bytes(shape.index_dtype) + 4) + 2 * 4 * shape.head_dim)
-    defines = (
-        ("BANK", kernel_type(shape.bank_dtype)),
-        ("SNAPSHOT", shape.snapshot if shape.training else "off"),
-    )
+    small = shape.step_tokens * ((W + R) * (dtype_bytes(shape.index_dtype) + 4) + shape.row_bytes + 8 * D)
+    reads = ("memory", "k_idx", "q_idx", "v", "k_eff", "q_w", "lengths", "cu_seqlens")
     return Launch(
         name="gather",
-        kernel=KernelSpec("gather.cu", ("gather",), defines),
-        entry="gather",
-        grid=token_grid(shape.step_tokens, shape.head_dim, columns),
-        block=(THREADS, 1, 1),
-        arguments=(
-            *pointers("memory", "k_idx", "q_idx", "k_eff", "q_w", "retrieved", "inter", *saved),
-            *SIZES,
+        kernel=KernelSpec(
+            "gather.cu",
+            ("gather",),
+            (
+                ("BANK", kernel_type(shape.bank_dtype)),
+                ("GROUPS", str(block[1])),
+                ("INDEX", kernel_index(shape.index_dtype)),
+                ("VECTOR", str(vector)),
+            ),
         ),
-        reads=("memory", "k_idx", "q_idx", "k_eff", "q_w"),
-        writes=("retrieved", "inter", *saved),
+        entry="gather",
+        grid=(shape.chunk, shape.streams, 2 * ceil_div(D, columns)),
+        block=block,
+        arguments=(
+            *pointers(*reads, "residual", "inter"),
+            Argument("row_stride", "int64"),
+            *STEPS,
+            *_int32("P", "T", "C", "W", "R", "S", "D", "shared_bank", "wide"),
+        ),
+        reads=reads,
+        writes=("residual", "inter"),
         bytes_moved=floor + small,
         floor_bytes=floor,
-        # Each warp's partial sums of both outputs; the token's rows and weights.
-        shared_memory=2 * 4 * WARPS * columns + (8 + 4) * lanes,
-        note=f"one token and {columns} columns a block, one row a warp",
+        shared_memory=12 * max(W, R) + 4 * block[1] * columns,
+        note=f"one token's write or read rows and {columns} columns a block, {block[1]} rows side by side",
     )
 
 
-def _dual_matmul(shape: WriteReadShape, triggers: bool) -> Launch:
-    tile = product_tile(shape.chunk)
-    triangles = ("x", "qx", "a") if shape.training else ("x", "qx")
-    saved = ("delta", "err") if shape.training else ("delta",)
-    floats = 2 + len(saved)
-    moved = shape.step_tokens * (2 * (shape.chunk + 1) * len(triangles) + 4)
-    moved += shape.step_tokens * (4 * floats * shape.head_dim + 2 * shape.row_bytes)
+def _dual_matmul(shape: WriteReadShape, triggers: bool, device: DeviceModel) -> Launch:
+    C, D = shape.chunk, shape.head_dim
+    wide, narrow = PRODUCT_COLUMNS
+    columns = wide if shape.streams * ceil_div(D, wide) >= device.sm_count else narrow
+    save = int(shape.training)
+    reads = ("residual", "inter", "x", "qx", "a", "strength", "lengths", "cu_seqlens")
+    triangles = 4 * (2 + save) * shape.streams * C * (C + 1) // 2
+    moved = triangles + shape.step_tokens * (4 * (3 + save) * D + shape.row_bytes + 4)
     return Launch(
         name="dual_matmul",
         kernel=KernelSpec(
@@ -79,56 +110,94 @@ def _dual_matmul(shape: WriteReadShape, triggers: bool) -> Launch:
             ("dual_matmul",),
             (
                 ("BANK", kernel_type(shape.bank_dtype)),
-                ("SAVE_ERR", str(int(shape.training))),
+                ("COLUMNS", str(columns)),
+                ("SAVE", str(save)),
                 *pdl_defines(waits=False, triggers=triggers),
-                ("TILE", str(tile)),
             ),
         ),
         entry="dual_matmul",
-        grid=(shape.streams * ceil_div(shape.chunk, tile), ceil_div(shape.head_dim, tile), 1),
-        block=(THREADS, 1, 1),
+        grid=(shape.streams, ceil_div(D, columns), 1),
+        block=(PRODUCT_TILE * columns // 4, 1, 1),
         arguments=(
-            *pointers(*triangles, "v", "beta", "retrieved", "inter", *saved, "readings"),
-            *SIZES,
+            *pointers(*reads, "delta", "readings", "err"),
+            *STEPS,
+            *_int32("P", "T", "C", "D", "wide"),
         ),
-        reads=(*triangles, "v", "beta", "retrieved", "inter"),
-        writes=(*saved, "readings"),
+        reads=reads,
+        writes=("delta", "readings", "err"),
         bytes_moved=moved,
         floor_bytes=0,
-        shared_memory=product_tile_bytes(shape.chunk, tiles=len(triangles) + 1),
+        shared_memory=4 * ((1 + save) * C * columns + 2 * PRODUCT_TILE * (PRODUCT_TILE + 1) - 1),
         triggers=triggers,
-        note=f"a tile of {tile} tokens x {tile} columns a block, IEEE float32",
+        note=f"{columns} columns of a chunk a block, IEEE float32",
     )
 
 
 def _decay_write(shape: WriteReadShape, pdl: bool) -> Launch:
-    columns = row_columns(shape.bank_dtype)
-    entries = shape.chunk * shape.writes
+    vector = vector_values(shape)
+    loads = min(WRITE_LOADS, ceil_div(shape.head_dim, 32 * vector))
+    slots = capacity(shape)
     floor = shape.write_rows * shape.row_bytes
-    small = shape.streams * entries * (4 + 4 + 4 + 4) + shape.step_tokens * 4 * shape.head_dim
+    kept = shape.write_rows * shape.snapshot_row_bytes if shape.training else 0
+    small = shape.write_rows * 16 + shape.step_tokens * (8 * shape.writes + 4 * shape.head_dim)
+    whole_rows = shape.training and shape.snapshot in ("fp8", "int4")  # one scale a row
+    slices = 1 if whole_rows else ceil_div(shape.head_dim, 32 * vector * loads)
+    reads = ("memory", "delta", "slots", "slot_count", "write_terms")
+    writes = ("memory", "snapshot", "snapshot_scale")
     return Launch(
         name="decay_write",
         kernel=KernelSpec(
             "decay_write.cu",
             ("decay_write",),
-            (("BANK", kernel_type(shape.bank_dtype)), *pdl_defines(waits=pdl)),
+            (
+                ("BANK", kernel_type(shape.bank_dtype)),
+                ("LOADS", str(loads)),
+                *pdl_defines(waits=pdl),
+                ("SNAPSHOT", SNAPSHOT_CODES[shape.snapshot] if shape.training else "0"),
+                ("VECTOR", str(vector)),
+            ),
         ),
         entry="decay_write",
-        grid=entry_grid(shape.streams, entries, WRITE_ENTRIES, shape.head_dim, columns),
-        block=(THREADS, 1, 1),
-        arguments=(*pointers("memory", "payload", "k_idx", "k_val", "rex", "cpe", "delta"), *SIZES),
-        reads=("memory", "payload", "k_idx", "k_val", "rex", "cpe", "delta"),
-        writes=("memory",),
-        bytes_moved=2 * floor + small,
-        floor_bytes=floor,
-        shared_memory=16 * WRITE_ENTRIES,
+        grid=(ceil_div(slots, WRITE_WARPS), shape.streams, slices),
+        block=(32 * WRITE_WARPS, 1, 1),
+        arguments=(
+            *pointers("memory", *reads[1:], *writes[1:]),
+            Argument("row_stride", "int64"),
+            *STEPS,
+            *_int32("P", "C", "W", "S", "D", "shared_bank"),
+        ),
+        reads=reads,
+        writes=writes,
+        bytes_moved=2 * floor + kept + small,
+        floor_bytes=floor + kept,
         pdl=pdl,
-        note=f"{WRITE_ENTRIES} slot-sorted entries and {columns} columns a block, rows read again from L2",
+        note="one warp a slot, its row loaded before the wait for delta",
+    )
+
+
+def _buffers(shape: WriteReadShape) -> tuple[Buffer, ...]:
+    P, C, D, chunks = shape.streams, shape.chunk, shape.head_dim, shape.chunks * shape.streams
+    rows = tuple(Buffer(name, "float32", (P, C, D)) for name in ("residual", "inter", "delta"))
+    if not shape.training:
+        return rows
+    dtype, columns = {
+        "none": (shape.bank_dtype, D),
+        "bf16": ("bfloat16", D),
+        "fp8": ("uint8", D),
+        "int4": ("uint8", ceil_div(D, 2)),
+    }[shape.snapshot]
+    slots = capacity(shape)
+    scale = Buffer("snapshot_scale", "float32", (chunks, slots), kept=True)
+    return (
+        *rows,
+        Buffer("err", "float32", (chunks, C, D), kept=True),
+        Buffer("snapshot", dtype, (chunks, slots, columns), kept=True),
+        *((scale,) if dtype == "uint8" else ()),
     )
 
 
 def plan_forward(shape: WriteReadShape, device: DeviceModel) -> StepPlan:
-    """Plan the forward's step loop (math.md "The chunked form").
+    """Plan the forward (math.md "The chunked form"): Phase 1 for each slab of steps, then its steps.
 
     Where the GPU has PDL, the decay-and-write follows the dual matmul as a programmatic dependent; the dual
     matmul triggers it early only at chunk sizes up to 64 and where the decay-and-write is one wave of blocks.
@@ -161,13 +230,47 @@ def plan_forward(shape: WriteReadShape, device: DeviceModel) -> StepPlan:
     wave = decay_write.occupancy(device).wave(device)
     triggers = device.pdl and shape.chunk <= TRIGGER_MAX_CHUNK and decay_write.blocks <= wave
     notes = [f"decay_write: {decay_write.blocks} blocks, {wave} fit the GPU at once"]
+    slab = slab_steps(shape, device)
+    phase1 = plan_phase1(shape, slab, device)
+    buffers = (*phase1.buffers, *_buffers(shape))
+    kept, scratch = (total_bytes(buffers, kept=kept) for kept in (True, False))
+    notes.append(f"working memory {scratch / 2**20:,.1f} MiB, kept for the backward {kept / 2**20:,.1f} MiB")
     if shape.training:
         rows, bits = snapshot_rows(shape.chunks, shape.streams, shape.chunk, shape.writes)
         size = shape.chunks * shape.write_rows * shape.snapshot_row_bytes
         notes.append(
             f"snapshot: at most {rows:,} rows ({bits}-bit row offsets), buffer {size / 2**30:.2f} GiB"
         )
-    step = (_gather(shape), _dual_matmul(shape, triggers), decay_write)
+    step = (_gather(shape), _dual_matmul(shape, triggers, device), decay_write)
     return StepPlan(
-        "forward", device, shape, steps=shape.chunks, first_step=step, step=step, notes=tuple(notes)
+        "forward",
+        device,
+        shape,
+        steps=shape.chunks,
+        first_step=step,
+        step=step,
+        prologue=phase1.launches,
+        slab_steps=slab,
+        buffers=buffers,
+        notes=tuple(notes),
     )
+
+
+def forward_constants(plan: StepPlan) -> dict[str, int]:
+    """Return the numbers among the arguments of a forward plan that its shapes fix, by name."""
+    shape = plan.shape
+    assert isinstance(shape, WriteReadShape)
+    passes, digit_bits = sort_passes(shape.slots)
+    return {
+        "P": shape.streams,
+        "T": shape.tokens,
+        "C": shape.chunk,
+        "W": shape.writes,
+        "R": shape.reads,
+        "D": shape.head_dim,
+        "S": shape.slots,
+        "gates": shape.writes if shape.gates_per_write else 1,
+        "slab_chunks": plan.slab_steps * shape.streams,
+        "passes": passes,
+        "digit_bits": digit_bits,
+    }

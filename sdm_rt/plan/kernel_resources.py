@@ -46,9 +46,13 @@ class KernelResources:
 
 # (threads of the largest block, resident blocks per SM) of __launch_bounds__, by kernel file.
 BUDGETS: dict[str, tuple[int, int]] = {
-    "gather.cu": (256, 4),
-    "dual_matmul.cu": (256, 2),
-    "decay_write.cu": (256, 4),
+    "gather.cu": (512, 2),
+    "dual_matmul.cu": (256, 3),
+    "decay_write.cu": (256, 2),
+    "phase1_sort.cu": (512, 4),
+    "phase1_scan.cu": (256, 2),
+    "phase1_gram.cu": (64, 16),
+    "solve.cu": (256, 4),
     "gwr.cu": (256, 4),
     "du_update.cu": (256, 1),
     "phase_a.cu": (256, 3),

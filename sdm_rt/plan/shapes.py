@@ -15,17 +15,19 @@ __all__ = [
     "DecodeShape",
     "WriteReadShape",
     "dtype_bytes",
+    "kernel_index",
     "kernel_type",
 ]
 
 MAX_LANES = 256  # write or read slots of a token
 MAX_CHUNK = 256
 MAX_HEAD_DIM = 16384
+MAX_SLOTS = 2**31 - 1  # of a stream
 BANK_DTYPES = ("bfloat16", "float16", "float32")
 INDEX_DTYPES = ("int32", "int64")
 SNAPSHOTS = ("none", "bf16", "fp8", "int4")
 
-_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "int64": 8}
+_BYTES = {"uint8": 1, "bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "int64": 8}
 _KERNEL_TYPES = {"bfloat16": "Bf16", "float16": "Fp16", "float32": "float"}
 
 
@@ -37,6 +39,11 @@ def dtype_bytes(dtype: str) -> int:
 def kernel_type(dtype: str) -> str:
     """Return the kernels' name of a bank dtype (kernels_cu/numeric.cuh)."""
     return _KERNEL_TYPES[dtype]
+
+
+def kernel_index(dtype: str) -> str:
+    """Return the kernels' name of an index dtype."""
+    return {"int32": "int", "int64": "long long"}[dtype]
 
 
 def _check_range(field: str, value: int, low: int, high: int) -> None:
@@ -128,6 +135,8 @@ class WriteReadShape:
         ``"none"`` (bank dtype), ``"bf16"``, ``"fp8"`` or ``"int4"``.
     training : bool
         Whether the forward saves what a backward needs.
+    alignment : int
+        Bytes, a power of two up to 16, that the start of every bank row is a multiple of.
 
     Raises
     ------
@@ -148,6 +157,7 @@ class WriteReadShape:
     gates_per_write: bool = False
     snapshot: str = "none"
     training: bool = True
+    alignment: int = 16
 
     def __post_init__(self) -> None:
         _check_range("streams", self.streams, 0, 2**31 - 1)
@@ -156,7 +166,7 @@ class WriteReadShape:
         _check_range("writes", self.writes, 1, MAX_LANES)
         _check_range("reads", self.reads, 1, MAX_LANES)
         _check_range("head_dim", self.head_dim, 1, MAX_HEAD_DIM)
-        _check_range("slots", self.slots, 1, 2**40)
+        _check_range("slots", self.slots, 1, MAX_SLOTS)
         _check_choice("bank_dtype", self.bank_dtype, BANK_DTYPES)
         if not self.gradient_bank_dtype:
             object.__setattr__(self, "gradient_bank_dtype", self.bank_dtype)
@@ -164,6 +174,8 @@ class WriteReadShape:
         _check_choice("gradient_bank_dtype", self.gradient_bank_dtype, gradient_choices)
         _check_choice("index_dtype", self.index_dtype, INDEX_DTYPES)
         _check_choice("snapshot", self.snapshot, SNAPSHOTS)
+        if self.alignment not in (2, 4, 8, 16):
+            raise ValueError(f"alignment must be 2, 4, 8 or 16 bytes, got {self.alignment}")
 
     @property
     def chunks(self) -> int:

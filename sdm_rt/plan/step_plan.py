@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
+from sdm_rt.plan.buffer import Buffer
 from sdm_rt.plan.device import DeviceModel
 from sdm_rt.plan.launch import Launch, LibraryCall
 from sdm_rt.plan.table import describe
@@ -48,7 +49,11 @@ class StepPlan:
     order : {"ascending", "descending"}
         Whether the loop runs over steps 0..steps-1 or back.
     prologue, epilogue : tuple of Launch or LibraryCall
-        Launches before and after the loop.
+        Launches before each slab of steps, and after the loop.
+    slab_steps : int
+        Steps of a slab; 0: the loop is one slab.
+    buffers : tuple of Buffer
+        The working memory beside the caller's tensors.
     notes : tuple of str
         Sentences on choices that belong to no single launch.
 
@@ -67,6 +72,8 @@ class StepPlan:
     order: Literal["ascending", "descending"] = "ascending"
     prologue: tuple[Call, ...] = ()
     epilogue: tuple[Call, ...] = ()
+    slab_steps: int = 0
+    buffers: tuple[Buffer, ...] = ()
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -98,11 +105,27 @@ class StepPlan:
         """Return the steps in the order they are issued."""
         return range(self.steps) if self.order == "ascending" else range(self.steps - 1, -1, -1)
 
+    @property
+    def slabs(self) -> int:
+        """Slabs of the loop."""
+        return -(-self.steps // self.slab_steps) if self.slab_steps else 1
+
+    def slab_step(self, index: int) -> int:
+        """Return the first step of the slab that step ``index`` belongs to."""
+        return index - index % self.slab_steps if self.slab_steps else 0
+
     def launches(self) -> Iterator[tuple[int | None, Call]]:
-        """Yield every call of the whole sequence with its step index (None outside the loop)."""
-        for call in self.prologue:
-            yield None, call
+        """Yield every call of the whole sequence with its step index.
+
+        A slab's prologue comes with the slab's first step; None stands outside the loop.
+        """
+        if not self.slab_steps:
+            for call in self.prologue:
+                yield None, call
         for issued, index in enumerate(self.step_indices()):
+            if self.slab_steps and index == self.slab_step(index):
+                for call in self.prologue:
+                    yield index, call
             for call in self.step if issued else self.first_step:
                 yield index, call
         for call in self.epilogue:
@@ -115,13 +138,13 @@ class StepPlan:
             return sum(int(getattr(call, field)) for call in calls)
 
         loop = of(self.first_step) + (self.steps - 1) * of(self.step) if self.steps else 0
-        return of(self.prologue) + loop + of(self.epilogue)
+        return self.slabs * of(self.prologue) + loop + of(self.epilogue)
 
     @property
     def launch_count(self) -> int:
         """Calls of the whole sequence."""
         loop = len(self.first_step) + (self.steps - 1) * len(self.step) if self.steps else 0
-        return len(self.prologue) + loop + len(self.epilogue)
+        return self.slabs * len(self.prologue) + loop + len(self.epilogue)
 
     def without_pdl(self) -> StepPlan:
         """Return the same plan with no launch flagged as a programmatic dependent; its bits are the same."""
@@ -152,6 +175,8 @@ class StepPlan:
             "prologue": [self._call_dict(call) for call in self.prologue],
             "first_step": [self._call_dict(call) for call in self.first_step],
             "step": [self._call_dict(call) for call in self.step],
+            "slab_steps": self.slab_steps,
+            "buffers": [buffer.to_dict() for buffer in self.buffers],
             "epilogue": [self._call_dict(call) for call in self.epilogue],
             "launch_count": self.launch_count,
             "bytes_moved": self.total("bytes_moved"),

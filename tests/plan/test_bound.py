@@ -60,7 +60,8 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Launch, int]]:
 
 
 def values(plan: StepPlan) -> dict[str, int]:
-    names = {argument.name for launch in plan.kernels() for argument in launch.arguments} - {"step"}
+    names = {argument.name for launch in plan.kernels() for argument in launch.arguments}
+    names -= {"step", "slab_step"}
     return {name: number for number, name in enumerate(sorted(names), start=1)}
 
 
@@ -89,7 +90,8 @@ def test_run_follows_the_plan_and_writes_each_step(planner: Any, prepared: list[
     runner.run(STREAM)
     expected = []
     for step, call in plan.launches():
-        named = {argument.name: given.get(argument.name, step) for argument in call.arguments}
+        changing = {"step": step, "slab_step": None if step is None else plan.slab_step(step)}
+        named = {argument.name: (given | changing)[argument.name] for argument in call.arguments}
         expected.append((call.name, named, call.pdl))
     assert expected
     assert Recorder.log == expected * 2
@@ -121,7 +123,7 @@ def test_arguments_never_set_are_named() -> None:
 
 
 @pytest.mark.usefixtures("prepared")
-@pytest.mark.parametrize("name", ["memroy", "step"])
+@pytest.mark.parametrize("name", ["memroy", "step", "slab_step"])
 def test_unknown_arguments_are_refused(name: str) -> None:
     runner = BoundPlan(plan_forward(SHAPE, preset("h100")), GPU, STREAM)
     with pytest.raises(KeyError, match=f"no launch takes an argument '{name}' from the caller"):

@@ -1,0 +1,33 @@
+// Quantized snapshot rows: fp8 (e4m3fn) and int4, one scale a row of bfloat16 precision.
+#pragma once
+
+#include "numeric.cuh"
+
+// The scale that brings `largest` to `limit`; 1 for a row of zeros. A row with NaN or inf has no scale but NaN, and
+// comes back as NaN.
+static __device__ __forceinline__ float row_scale(float largest, float limit) {
+    const float scale = round_to<Bf16>(largest / limit);
+    if (!(largest < __uint_as_float(0x7f800000u))) return __uint_as_float(0x7fc00000u);
+    return scale == 0.0f ? 1.0f : scale;
+}
+
+// e4m3fn to nearest even; beyond +-448 the largest finite value. In integers, since only sm_89 and later convert.
+static __device__ __forceinline__ unsigned fp8_from_float(float x) {
+    const unsigned bits = __float_as_uint(x), sign = bits >> 24 & 0x80u;
+    const float magnitude = fminf(fabsf(x), 448.0f);
+    if (magnitude < 0.015625f)  // subnormal: multiples of 2^-9
+        return sign | static_cast<unsigned>(rintf(magnitude * 512.0f));
+    unsigned m = __float_as_uint(magnitude);
+    m += 0x7ffffu + (m >> 20 & 1u);
+    return sign | ((m >> 20) - (120u << 3));
+}
+static __device__ __forceinline__ float fp8_to_float(unsigned bits) {
+    const unsigned sign = (bits & 0x80u) << 24, rest = bits & 0x7fu;
+    if (rest < 8) return __uint_as_float(sign | __float_as_uint(static_cast<float>(rest) * 0.001953125f));
+    return __uint_as_float(sign | ((rest + (120u << 3)) << 20));
+}
+
+// A level in -7..7, stored as level + 8 in four bits.
+static __device__ __forceinline__ float int4_level(float x, float scale) {
+    return fminf(fmaxf(rintf(x / scale), -7.0f), 7.0f);
+}

@@ -1,0 +1,237 @@
+"""Phase 1 and the solve: what a slab of chunks needs before its steps, all chunks in one launch a kernel.
+
+None of it reads the bank. A call that saves nothing runs slab after slab, so that its working memory does not
+grow with T; every chunk's results are its own, so no split changes a bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sdm_rt.plan.buffer import Buffer
+from sdm_rt.plan.device import DeviceModel
+from sdm_rt.plan.launch import Argument, Launch, pointers
+from sdm_rt.plan.shapes import WriteReadShape, dtype_bytes, kernel_index, kernel_type
+from sdm_rt.plan.tiling import ceil_div
+from sdm_rt.runtime.kernel import KernelSpec
+
+__all__ = ["Phase1", "capacity", "plan_phase1", "plan_solve", "slab_steps", "sort_passes"]
+
+SORT_THREADS = 512
+SORT_DIGIT_BITS = 8
+SORT_BLOCKS_PER_SM = 4
+SCAN_THREADS = 256
+GRAM_BAND = 64  # rows of A or QK a block, one a thread
+SOLVE_TILE = 16  # rows of X at a time
+SOLVE_PANEL = 64  # columns of X a block
+SOLVE_THREADS = SOLVE_TILE * SOLVE_PANEL // 4
+SLAB_BYTES = 128 * 2**20
+
+WRITE_ENTRY_BYTES = 16
+WRITE_TERM_BYTES = 8
+PARTNERS_BYTES = 16
+SLOT_RECORD_BYTES = 16
+PLACE_BYTES = 8
+LOG_DECAY_BYTES = 16
+SORT_ITEM_BYTES = 8
+
+_SLAB = Argument("slab_step", "int32", step_dependent=True)
+
+
+def _int32(*names: str) -> tuple[Argument, ...]:
+    return tuple(Argument(name, "int32") for name in names)
+
+
+@dataclass(frozen=True)
+class Phase1:
+    """The launches of one slab and the memory they need.
+
+    Parameters
+    ----------
+    launches : tuple of Launch
+        Sort, scan, Gram matrices, solve.
+    buffers : tuple of Buffer
+        Their results and scratch, for one slab.
+    """
+
+    launches: tuple[Launch, ...]
+    buffers: tuple[Buffer, ...]
+
+
+def capacity(shape: WriteReadShape) -> int:
+    """Return the most slots that a chunk writes: min(C W, S)."""
+    return min(shape.chunk * shape.writes, shape.slots)
+
+
+def slab_steps(shape: WriteReadShape, device: DeviceModel) -> int:
+    """Return the steps of one slab: all of a call that trains, else a fixed budget of memory.
+
+    Never fewer chunks than the GPU has SMs, or the kernels of Phase 1 would leave some idle.
+    """
+    if shape.training:
+        return shape.chunks
+    records = sum(buffer.bytes for buffer in _buffers(shape, 1))
+    chunks = max(SLAB_BYTES // records, device.sm_count)
+    return min(ceil_div(chunks, shape.streams), shape.chunks)
+
+
+def sort_passes(slots: int) -> tuple[int, int]:
+    """Return (passes, bits of a digit) of a radix sort by slot."""
+    bits = max(1, (slots - 1).bit_length())
+    passes = ceil_div(bits, SORT_DIGIT_BITS)
+    return passes, ceil_div(bits, passes)
+
+
+def _buffers(shape: WriteReadShape, chunks: int) -> tuple[Buffer, ...]:
+    C, W, R, slots = shape.chunk, shape.writes, shape.reads, capacity(shape)
+    lanes = C * (W + R)
+    kept = shape.training
+    saved = (
+        Buffer("log_k", "float32", (chunks, C, W), kept=True),
+        Buffer("log_q", "float32", (chunks, C, R), kept=True),
+        Buffer("rex", "float32", (chunks, C, W), kept=True),
+    )
+    return (
+        Buffer("payload", "int32", (chunks, ceil_div(lanes, 16) * 16), kept),
+        *(saved if kept else ()),
+        Buffer("k_eff", "float32", (chunks, C, W), kept),
+        Buffer("q_w", "float32", (chunks, C, R), kept),
+        Buffer("strength", "float32", (chunks, C), kept),
+        Buffer("write_entries", "uint8", (chunks, C * W, WRITE_ENTRY_BYTES)),
+        Buffer("write_terms", "uint8", (chunks, C * W, WRITE_TERM_BYTES), kept),
+        Buffer("partners", "uint8", (chunks, lanes, PARTNERS_BYTES)),
+        Buffer("slots", "uint8", (chunks, slots, SLOT_RECORD_BYTES), kept),
+        Buffer("slot_count", "int32", (chunks,), kept),
+        Buffer("places", "uint8", (chunks, C * W, PLACE_BYTES)),
+        Buffer("totals", "uint8", (chunks, slots, LOG_DECAY_BYTES)),
+        *(Buffer(name, "float32", (chunks, C, C)) for name in ("a", "qk")),
+        *(Buffer(name, "float32", (chunks, C, C), kept) for name in ("x", "qx")),
+    )
+
+
+def _sort(shape: WriteReadShape, chunks: int, device: DeviceModel) -> tuple[Launch, Buffer]:
+    lanes = shape.chunk * (shape.writes + shape.reads)
+    blocks = min(chunks, SORT_BLOCKS_PER_SM * device.sm_count)
+    passes, bits = sort_passes(shape.slots)
+    moved = chunks * lanes * (dtype_bytes(shape.index_dtype) + 4)
+    launch = Launch(
+        name="phase1_sort",
+        kernel=KernelSpec("phase1_sort.cu", ("phase1_sort",), (("INDEX", kernel_index(shape.index_dtype)),)),
+        entry="phase1_sort",
+        grid=(blocks, 1, 1),
+        block=(SORT_THREADS, 1, 1),
+        arguments=(
+            *pointers("k_idx", "q_idx", "lengths", "cu_seqlens", "sort_scratch", "payload"),
+            _SLAB,
+            *_int32("slab_chunks", "P", "T", "C", "W", "R", "S", "shared_bank", "wide"),
+            *_int32("digit_bits", "passes"),
+        ),
+        reads=("k_idx", "q_idx", "lengths", "cu_seqlens", "sort_scratch"),
+        writes=("sort_scratch", "payload"),
+        bytes_moved=moved,
+        floor_bytes=moved,
+        note=f"{passes} passes of {bits} bits, a chunk a block",
+    )
+    return launch, Buffer("sort_scratch", "uint8", (blocks, 2, lanes, SORT_ITEM_BYTES))
+
+
+def _scan(shape: WriteReadShape, chunks: int) -> Launch:
+    C, W, R = shape.chunk, shape.writes, shape.reads
+    inputs = ("payload", "k_idx", "q_idx", "k_val", "q_val", "g", "beta", "lengths", "cu_seqlens")
+    logs = ("log_k", "log_q", "rex", "cpe")
+    records = ("write_entries", "write_terms", "partners", "slots", "slot_count", "places", "totals")
+    results = ("k_eff", "q_w", "flags", "strength", *records, "repeats")
+    entry = 4 + dtype_bytes(shape.bank_dtype) + 4 + PARTNERS_BYTES
+    moved = chunks * C * ((W + R) * entry + W * (WRITE_ENTRY_BYTES + WRITE_TERM_BYTES + PLACE_BYTES))
+    moved += chunks * capacity(shape) * (SLOT_RECORD_BYTES + LOG_DECAY_BYTES)
+    return Launch(
+        name="phase1_scan",
+        kernel=KernelSpec(
+            "phase1_scan.cu",
+            ("phase1_scan",),
+            (("BANK", kernel_type(shape.bank_dtype)), ("INDEX", kernel_index(shape.index_dtype))),
+        ),
+        entry="phase1_scan",
+        grid=(chunks, 1, 1),
+        block=(SCAN_THREADS, 1, 1),
+        arguments=(
+            *pointers(*inputs, *logs, *results),
+            _SLAB,
+            *_int32("P", "T", "C", "W", "R", "S", "gates", "shared_bank", "wide"),
+        ),
+        reads=(*inputs, "slots", "places", "totals", "write_entries"),
+        writes=(*logs, *results),
+        bytes_moved=moved,
+        floor_bytes=moved,
+        note="exact fixed-point sums, one chunk a block",
+    )
+
+
+def _gram(shape: WriteReadShape, chunks: int) -> Launch:
+    C = shape.chunk
+    inputs = ("partners", "write_entries", "k_val", "q_val", "lengths", "cu_seqlens")
+    lanes = C * (shape.writes + shape.reads)
+    moved = chunks * (lanes * (PARTNERS_BYTES + dtype_bytes(shape.bank_dtype)) + 2 * 4 * C * C)
+    return Launch(
+        name="phase1_gram",
+        kernel=KernelSpec("phase1_gram.cu", ("phase1_gram",), (("BANK", kernel_type(shape.bank_dtype)),)),
+        entry="phase1_gram",
+        grid=(chunks, ceil_div(C, GRAM_BAND), 2),
+        block=(GRAM_BAND, 1, 1),
+        arguments=(
+            *pointers(*inputs, "a", "qk"),
+            _SLAB,
+            *_int32("P", "T", "C", "W", "R", "wide"),
+        ),
+        reads=inputs,
+        writes=("a", "qk"),
+        bytes_moved=moved,
+        floor_bytes=moved,
+        shared_memory=4 * (GRAM_BAND * (C + 1) - 1),
+        note=f"{GRAM_BAND} rows a block, one a thread, its only writer",
+    )
+
+
+def _solve_tile_floats(chunk: int) -> int:
+    """Return the floats of a tile up to the last one read: a tile's last row ends at its diagonal."""
+    rows = min(SOLVE_TILE, chunk)
+    return (rows - 1) * (chunk + 1) + chunk // rows * rows
+
+
+def plan_solve(chunks: int, chunk: int) -> Launch:
+    """Plan the solve of ``chunks`` chunks of C = ``chunk`` tokens."""
+    moved = chunks * 4 * (4 * chunk * chunk + chunk)
+    return Launch(
+        name="solve",
+        kernel=KernelSpec("solve.cu", ("solve",)),
+        entry="solve",
+        grid=(chunks, ceil_div(chunk, SOLVE_PANEL), 1),
+        block=(SOLVE_THREADS, 1, 1),
+        arguments=(*pointers("a", "qk", "strength", "x", "qx"), *_int32("C")),
+        reads=("a", "qk", "strength"),
+        writes=("x", "qx"),
+        bytes_moved=moved,
+        floor_bytes=moved,
+        shared_memory=4 * (chunk * SOLVE_PANEL + _solve_tile_floats(chunk)),
+        note=f"{SOLVE_PANEL} columns a block, IEEE float32",
+    )
+
+
+def plan_phase1(shape: WriteReadShape, steps: int, device: DeviceModel) -> Phase1:
+    """Plan Phase 1 and the solve of one slab of ``steps`` steps.
+
+    Parameters
+    ----------
+    shape : WriteReadShape
+        Shapes and dtypes of the call.
+    steps : int
+        Steps of a slab (see `slab_steps`).
+    device : DeviceModel
+        The GPU.
+    """
+    chunks = steps * shape.streams
+    sort, sort_scratch = _sort(shape, chunks, device)
+    return Phase1(
+        launches=(sort, _scan(shape, chunks), _gram(shape, chunks), plan_solve(chunks, shape.chunk)),
+        buffers=(sort_scratch, *_buffers(shape, chunks)),
+    )

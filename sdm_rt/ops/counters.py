@@ -31,10 +31,21 @@ def count_repeats(count: int) -> None:
 
 
 def device_repeats(device: torch.device) -> Tensor:
-    """Return the counter of a GPU, int64 [1], that its kernels add to."""
+    """Return the counter of a GPU, int64 [1], that its kernels add to.
+
+    Raises
+    ------
+    RuntimeError
+        For the first op of a GPU inside a CUDA graph capture.
+    """
     with _lock:
         counter = _on_device.get(device)
         if counter is None:
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "the first op on a GPU cannot stand inside a CUDA graph capture; run warmup first: one "
+                    "call with the same shapes and dtypes before the capture"
+                )
             counter = torch.zeros(1, dtype=torch.int64, device=device)
             torch.cuda.current_stream(device).synchronize()  # before any other stream adds to it
             _on_device[device] = counter

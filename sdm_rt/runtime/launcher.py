@@ -183,8 +183,7 @@ def refuse_capture(stream: int) -> None:
     if driver.stream_is_capturing(stream):
         raise RuntimeError(
             "a kernel that is not loaded yet cannot be compiled or loaded inside a CUDA graph capture; run "
-            "warmup first: one call with the same shapes and dtypes before the capture "
-            "(sdm_rt.runtime.launcher.warmup loads the kernels of a plan without a call)"
+            "warmup first: one call with the same shapes and dtypes before the capture"
         )
 
 

@@ -1,0 +1,338 @@
+"""The runtime on a real GPU: hot reload, cache, precompiled kernels, graphs, what the driver says of the plan."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sdm_rt import sdm_decode_step
+from sdm_rt.cli.precompile import run as run_precompile
+from sdm_rt.ops import decode_launch
+from sdm_rt.ops.decode_launch import device_model
+from sdm_rt.plan.decode import decode_kernel, plan_decode
+from sdm_rt.plan.device import preset
+from sdm_rt.plan.occupancy import occupancy
+from sdm_rt.plan.shapes import DecodeShape
+from sdm_rt.runtime import driver, graph
+from sdm_rt.runtime.compile import kernels
+from sdm_rt.runtime.dependencies import load_cupy
+from sdm_rt.runtime.device import gpu
+from sdm_rt.runtime.launcher import PreparedLaunch, prepare, warmup
+from sdm_rt.runtime.sources import find_kernels
+from tests.problems import make_problem
+from tests.tolerances import assert_same_bits
+
+pytestmark = pytest.mark.gpu
+
+ROOT = Path(__file__).resolve().parents[2]
+FIRST_CALL = """
+import torch
+from sdm_rt import sdm_decode_step
+from tests.problems import make_problem
+problem = make_problem(2, 1, 8, 8, 24, 32).cast(torch.bfloat16)
+memory = problem.memory.cuda()
+readings = sdm_decode_step(memory, **{name: x[:, 0].cuda() for name, x in problem.inputs().items()})
+print(readings.float().sum().item())
+"""
+
+
+def first_call(**variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **variables}
+    return subprocess.run(
+        [sys.executable, "-c", FIRST_CALL],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def small_step() -> Callable[[], Tensor]:
+    problem = make_problem(2, 1, 8, 8, 24, 32).cast(torch.float32)
+    there = {name: x[:, 0].cuda() for name, x in problem.inputs().items()}
+    return lambda: sdm_decode_step(problem.memory.cuda(), **there)
+
+
+@pytest.fixture
+def edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the sources that may be edited."""
+    folder = tmp_path / "kernels_cu"
+    shutil.copytree(find_kernels(), folder)
+    monkeypatch.setenv("SDM_RT_KERNELS", str(folder))
+    monkeypatch.setenv("SDM_RT_CACHE_DIR", str(tmp_path / "cache"))
+    return folder
+
+
+def test_an_edited_header_is_used_at_the_next_call(edited: Path) -> None:
+    call = small_step()
+    plain = call()
+    header = edited / "numeric.cuh"
+    text = header.read_text()
+    # Every sum over a bank row passes through unpack: read all values twice as large.
+    doubled = text.replace("x[i] = to_float(values[i]);", "x[i] = 2.0f * to_float(values[i]);")
+    assert doubled != text
+    header.write_text(doubled)
+    assert not torch.equal(call(), plain)
+    header.write_text(doubled + "int broken = no_such_name;\n")
+    line = len(doubled.splitlines()) + 1
+    with pytest.warns(RuntimeWarning, match=rf"numeric\.cuh\({line}\): error.*no_such_name") as caught:
+        broken = call()
+    assert str(header) in str(caught[0].message)
+    assert not torch.equal(broken, plain)
+    header.write_text(text)
+    assert_same_bits("readings", call(), plain)
+
+
+def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
+    folder = str(tmp_path / "cache")
+    cold, warm = (first_call(SDM_RT_CACHE_DIR=folder) for _ in range(2))
+    assert cold.returncode == warm.returncode == 0, cold.stderr + warm.stderr
+    assert "sdm_rt: compiling decode.cu" in cold.stderr
+    assert "compiling" not in warm.stderr
+    assert cold.stdout == warm.stdout
+
+
+def test_eight_processes_on_a_cold_cache(tmp_path: Path) -> None:
+    environment = {**os.environ, "SDM_RT_CACHE_DIR": str(tmp_path / "cache")}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", FIRST_CALL], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(8)
+    ]
+    processes[0].kill()
+    results = [process.communicate()[0] for process in processes]
+    assert all(process.returncode == 0 for process in processes[1:])
+    assert len(set(results[1:])) == 1
+    assert "compiling" not in first_call(SDM_RT_CACHE_DIR=str(tmp_path / "cache")).stderr
+
+
+def test_no_home_no_toolkit(tmp_path: Path) -> None:
+    done = first_call(
+        HOME="/proc/nonexistent", PATH="/nonexistent", CUDA_HOME="/nonexistent", XDG_CACHE_HOME=""
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("Warning") <= 1, done.stderr
+
+
+def test_precompiled_kernels_equal_the_run_time_build(tmp_path: Path) -> None:
+    class Arguments:
+        arch = [gpu(torch.cuda.current_device()).target]  # noqa: RUF012
+        shape = [DecodeShape(1, 8, 8, 24)]  # noqa: RUF012
+        output = tmp_path / "precompiled"
+
+    assert run_precompile(Arguments) == 0  # type: ignore[arg-type]
+    built = first_call(SDM_RT_CACHE_DIR=str(tmp_path / "one"))
+    loaded = first_call(
+        SDM_RT_CACHE_DIR=str(tmp_path / "two"),
+        SDM_RT_PRECOMPILED=str(tmp_path / "precompiled"),
+        SDM_RT_JIT="0",
+    )
+    assert loaded.returncode == 0, loaded.stderr
+    assert "compiling" not in loaded.stderr
+    assert loaded.stdout == built.stdout
+    missing = first_call(SDM_RT_CACHE_DIR=str(tmp_path / "three"), SDM_RT_JIT="0")
+    assert "NotPrecompiledError" in missing.stderr
+
+
+def test_the_users_own_cupy_cache_is_not_touched() -> None:
+    small_step()()
+    cupy = load_cupy()
+    folder = cupy.cuda.compiler._kernel_cache_backend._cache_dir
+    assert "sdm_rt" not in folder
+    doubled = cupy.RawKernel('extern "C" __global__ void f(float* x) { x[0] *= 2; }', "f")
+    x = cupy.ones(1, dtype=cupy.float32)
+    doubled((1,), (1,), (x,))
+    assert float(x[0]) == 2.0
+
+
+# ---- plans and the device ----
+
+
+def test_the_device_model_is_read_from_the_driver() -> None:
+    model = device_model(torch.cuda.current_device())
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    assert model.sm_count == properties.multi_processor_count
+    assert model.compute_capability == (properties.major, properties.minor)
+    assert model.l2_bytes == properties.L2_cache_size
+    if "H200" in model.name:
+        known = preset("h200")
+        for field in (
+            "sm_count",
+            "shared_memory_per_block",
+            "shared_memory_per_sm",
+            "shared_memory_reserved",
+            "registers_per_sm",
+            "registers_per_block",
+            "max_threads_per_sm",
+            "max_blocks_per_sm",
+            "l2_bytes",
+        ):
+            assert getattr(model, field) == getattr(known, field), field
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("lanes", [8, 64, 128, 256])
+def test_the_driver_confirms_the_occupancy(dtype: str, lanes: int) -> None:
+    index = torch.cuda.current_device()
+    model = device_model(index)
+    (launch,) = plan_decode(DecodeShape(16, lanes, lanes, 1024, dtype), model).kernels()
+    prepared = prepare(launch, gpu(index), 0)
+    function = prepared.function.value
+    registers = driver.function_attribute(function, "registers")
+    static = driver.function_attribute(function, "static_shared")
+    with load_cupy().cuda.Device(index):
+        resident = load_cupy().cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(
+            function, launch.threads, launch.shared_memory
+        )
+    assert occupancy(model, launch.threads, registers, static + launch.shared_memory).blocks == resident
+    assert driver.function_attribute(function, "max_threads") >= launch.threads
+
+
+# ---- graphs that take other tensors ----
+
+NAMES = ("memory", "k_idx", "k_val", "v", "beta", "g", "q_idx", "q_val")
+
+
+def prepared_decode(P: int, W: int, D: int, S: int) -> PreparedLaunch:
+    index = torch.cuda.current_device()
+    (launch,) = plan_decode(DecodeShape(P, W, W, D, "float32"), device_model(index)).kernels()
+    warmup([launch], gpu(index))
+    prepared = prepare(launch, gpu(index), 0)
+    count = torch.zeros(1, dtype=torch.int64, device="cuda")
+    prepared.set({"row_stride": D, "S": S, "D": D, "W": W, "R": W, "gates": 1, "lengths": 0})
+    prepared.set({"repeats": count.data_ptr(), "dtypes": 1 << 10 | 1 << 11})
+    prepared.count = count  # type: ignore[attr-defined]
+    return prepared
+
+
+def tensors(seed: int, steps: int) -> tuple[Tensor, list[dict[str, Tensor]], list[Tensor]]:
+    problem = make_problem(4, steps, 16, 16, 64, 32, seed=seed, writes="hot").cast(torch.float32)
+    tokens = [
+        {name: x[:, t].contiguous().cuda() for name, x in problem.inputs().items()} for t in range(steps)
+    ]
+    readings = [torch.empty(4, 64, device="cuda") for _ in range(steps)]
+    return problem.memory.cuda(), tokens, readings
+
+
+def values(memory: Tensor, tokens: list[dict[str, Tensor]], readings: list[Tensor]) -> list[dict[str, int]]:
+    return [
+        {name: x.data_ptr() for name, x in token.items()} | {"memory": memory.data_ptr(), "y": y.data_ptr()}
+        for token, y in zip(tokens, readings, strict=True)
+    ]
+
+
+def eager(memory: Tensor, tokens: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
+    memory = memory.clone()
+    return torch.stack([sdm_decode_step(memory, **token) for token in tokens]), memory
+
+
+def test_a_captured_plan_replays_with_other_tensors() -> None:
+    launch = prepared_decode(4, 16, 64, 32)
+    context = driver.primary_context(torch.cuda.current_device())
+    stream = torch.cuda.current_stream().cuda_stream
+    first, second = tensors(0, 64), tensors(1, 64)
+    wanted = [eager(*which[:2]) for which in (first, second)]
+    steps = graph.capture([(launch, value) for value in values(*first)], context, first)
+    assert len(steps) == 64
+    steps.replay(stream)
+    assert steps.update(values(*second), second) == 64
+    steps.replay(stream)
+    assert steps.update(values(*second), second) == 0
+    torch.cuda.synchronize()
+    for which, (readings, memory) in zip((first, second), wanted, strict=True):
+        assert_same_bits("readings", torch.stack(which[2]), readings)
+        assert_same_bits("bank", which[0], memory)
+
+
+def test_capturing_in_a_loop_does_not_grow_memory() -> None:
+    launch = prepared_decode(4, 16, 64, 32)
+    context = driver.primary_context(torch.cuda.current_device())
+    case = tensors(0, 64)
+
+    def rounds(count: int) -> int:
+        for _ in range(count):
+            steps = graph.capture([(launch, value) for value in values(*case)], context, case)
+            steps.replay(torch.cuda.current_stream().cuda_stream)
+            torch.cuda.synchronize()
+            del steps
+        gc.collect()
+        return torch.cuda.mem_get_info()[0]
+
+    before = rounds(20)
+    assert before - rounds(100) < 8 * 2**20
+
+
+def test_a_failed_capture_leaves_the_next_call_working() -> None:
+    launch = prepared_decode(4, 16, 64, 32)
+    context = driver.primary_context(torch.cuda.current_device())
+    case = tensors(0, 2)
+
+    class Refused(Exception):
+        pass
+
+    class Failing(dict[str, int]):
+        def items(self) -> Any:
+            raise Refused
+
+    with pytest.raises(Refused):
+        graph.capture([(launch, values(*case)[0]), (launch, Failing())], context, case)
+    readings, memory = eager(*case[:2])
+    steps = graph.capture([(launch, value) for value in values(*case)], context, case)
+    steps.replay(torch.cuda.current_stream().cuda_stream)
+    torch.cuda.synchronize()
+    assert_same_bits("readings", torch.stack(case[2]), readings)
+    assert_same_bits("bank", case[0], memory)
+
+
+# ---- costs ----
+
+
+def test_new_streams_and_slots_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_step()()
+    kernels_now = dict(kernels()._good)
+    for P, S in ((1, 8), (5, 100), (64, 32)):
+        problem = make_problem(P, 1, 8, 8, 24, S).cast(torch.float32)
+        sdm_decode_step(
+            problem.memory.cuda(), **{name: x[:, 0].cuda() for name, x in problem.inputs().items()}
+        )
+    assert kernels()._good == kernels_now
+
+
+def test_a_call_makes_no_copy_and_does_not_wait() -> None:
+    problem = make_problem(4, 1, 16, 16, 64, 32).cast(torch.bfloat16)
+    there = {name: x[:, 0].cuda() for name, x in problem.inputs().items()}
+    memory = problem.memory.cuda()
+    sdm_decode_step(memory, **there)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda._sleep(200_000_000)
+    start = time.perf_counter()
+    readings = sdm_decode_step(memory, **there)
+    assert time.perf_counter() - start < 0.02
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] - before == 1
+    torch.cuda.synchronize()
+    assert readings.shape == (4, 64)
+
+
+def test_the_memo_is_of_the_thread_and_by_shape() -> None:
+    decode_launch._memo.ready.clear()
+    call = small_step()
+    call()
+    call()
+    assert len(decode_launch._memo.ready) == 1
+    (ready,) = decode_launch._memo.ready.values()
+    shape = DecodeShape(2, 8, 8, 24, "float32")
+    assert ready.spec == decode_kernel(shape, device_model(torch.cuda.current_device()).pdl)

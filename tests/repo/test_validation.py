@@ -24,13 +24,13 @@ from tests.validation import (
 
 JUNIT = """<?xml version="1.0" encoding="utf-8"?>
 <testsuites><testsuite name="{name}" tests="5">
-  <testcase classname="tests.gpu.test_decode" name="a"/>
-  <testcase classname="tests.gpu.test_decode.TestCase" name="b"/>
+  <testcase classname="tests.gpu.test_decode" name="a">@</testcase>
+  <testcase classname="tests.kernels.test_decode" name="b">@</testcase>
   <testcase classname="tests.cpu.test_decode" name="c"/>
-  <testcase classname="tests.gpu.test_decode" name="d"><skipped message="no second GPU"/></testcase>
+  <testcase classname="tests.gpu.test_decode" name="d">@<skipped message="no second GPU"/></testcase>
   {more}
 </testsuite></testsuites>
-"""
+""".replace("@", '<properties><property name="gpu" value="yes"/></properties>')
 
 
 @pytest.fixture
@@ -98,6 +98,13 @@ def test_junit_counts(tmp_path: Path) -> None:
     assert read_junit(report, "abc") == Counts(passed=3, failed=1, skipped=1, gpu_passed=2)
 
 
+def test_the_suite_marks_its_gpu_tests_in_the_report(request: pytest.FixtureRequest) -> None:
+    """What ``read_junit`` looks for is what tests/conftest.py gives to tests marked gpu, and to no others."""
+    items = request.session.items
+    marked = [item for item in items if ("gpu", "yes") in item.user_properties]
+    assert marked == [item for item in items if item.get_closest_marker("gpu") is not None]
+
+
 def test_junit_of_another_tree_is_refused(tmp_path: Path) -> None:
     report = tmp_path / "run.xml"
     report.write_text(JUNIT.format(name="abc", more=""))
@@ -108,7 +115,7 @@ def test_junit_of_another_tree_is_refused(tmp_path: Path) -> None:
 def test_only_a_green_gpu_run_is_recorded() -> None:
     with pytest.raises(ValidationError, match="2 tests failed"):
         record(Counts(passed=5, failed=2, gpu_passed=5), "NVIDIA H200", "9.0", {}, {}, "abc")
-    with pytest.raises(ValidationError, match="no test of tests/gpu passed"):
+    with pytest.raises(ValidationError, match="no test marked gpu passed"):
         record(Counts(passed=5, skipped=9), "NVIDIA H200", "9.0", {}, {}, "abc")
 
 

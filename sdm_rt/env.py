@@ -33,14 +33,20 @@ class Variable:
 
 
 VARIABLES: tuple[Variable, ...] = (
-    Variable("SDM_RT_KERNELS", "", "Folder whose CUDA sources are used in place of the installed kernels_cu."),
+    Variable(
+        "SDM_RT_KERNELS", "", "Folder whose CUDA sources are used in place of the installed kernels_cu."
+    ),
     Variable(
         "SDM_RT_CACHE_DIR",
         "",
         "Folder of the compile cache; unset: the platform's user cache, else a temporary folder.",
     ),
-    Variable("SDM_RT_PRECOMPILED", "", "Folder filled by `sdm-rt precompile`, used read-only before any compile."),
-    Variable("SDM_RT_JIT", "1", "0 forbids run-time compilation: a kernel that is not precompiled is an error."),
+    Variable(
+        "SDM_RT_PRECOMPILED", "", "Folder filled by `sdm-rt precompile`, used read-only before any compile."
+    ),
+    Variable(
+        "SDM_RT_JIT", "1", "0 forbids run-time compilation: a kernel that is not precompiled is an error."
+    ),
     Variable("SDM_RT_PDL", "1", "0 launches every kernel without programmatic dependent launch; same bits."),
     Variable("SDM_RT_CHECK", "0", "1 checks indices on the GPU before each call (waits for the GPU)."),
     Variable("SDM_RT_PROGRESS", "1", "0 hides the progress line of a compile."),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.emulator import harness
+from tests.emulator import build, harness
 
 
 @pytest.fixture(autouse=True)
 def emulator() -> None:
-    harness.require()
+    build.require()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -7,17 +7,14 @@ Each kernel is built twice and each run executes both builds in processes of the
 ``access``
     Every access goes through the emulator's memory model: bounds, unwritten bytes, races, launch order.
 
-The two builds start from different garbage and run threads and blocks in different random orders, and must give the
-same bits.
+The two builds start from different garbage and run threads and blocks in different random orders, and must
+give the same bits.
 """
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import json
 import os
-import platform
 import re
 import shutil
 import struct
@@ -27,34 +24,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from sdm_rt.plan.launch import Launch
 from sdm_rt.runtime.kernel import KernelSpec
+from tests.emulator.build import BUILDS, PDL_MACROS, BuildKind, Replacement, execute, library, runner
 
-HERE = Path(__file__).resolve().parent
-INCLUDE = HERE / "include"
-RUNTIME = HERE / "runtime"
-KERNELS_CU = HERE.parents[1] / "kernels_cu"
-TEST_KERNELS = HERE / "kernels"
+__all__ = ["Call", "EmulatorError", "LaunchCounts", "coverage", "run"]
 
-BuildKind = Literal["access", "address"]
-BUILDS: tuple[BuildKind, ...] = ("access", "address")
-PARALLEL_BUILDS = 2
-TIMEOUT = 300  # seconds of one compile or run
-
-SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-RUNNER_FLAGS = {"access": ("-O2", "-DEMULATOR_TRACK"), "address": ("-O1", *SANITIZERS)}
-KERNEL_FLAGS = {"access": ("-fsanitize=thread",), "address": SANITIZERS}
-# Under -fsanitize=thread only the hooks are wanted: the runner has its own, so the run-time library stays out.
-LINK_FLAGS: dict[BuildKind, tuple[str, ...]] = {"access": (), "address": SANITIZERS}
-COMMON_FLAGS = ("-std=c++17", "-g1", "-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-unknown-pragmas")
-# Type punning through pointers is CUDA's custom; products and sums stay separate, as written.
-DIALECT_FLAGS = ("-O1", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off")
 ARGUMENT_FORMATS = {"int32": "<i", "int64": "<q", "float32": "<f"}
 GARBAGE = {"access": 0x5A, "address": 0xFF}
 
@@ -65,10 +45,10 @@ class EmulatorError(AssertionError):
     Parameters
     ----------
     kind : str
-        Which check found it: ``bounds``, ``race``, ``unwritten``, ``barrier``, ``deadlock``, ``mask``, ``shuffle``,
-        ``pdl``, ``copy``, ``mbarrier``, ``trap``,
-        ``shared``, ``readonly``, ``undeclared``, ``alignment``, ``cluster``, ``arguments``, ``address`` or ``undefined`` (the
-        sanitizers), ``order`` (the result depends on the order of threads or on garbage).
+        Which check found it: ``bounds``, ``race``, ``unwritten``, ``barrier``, ``deadlock``, ``mask``,
+        ``shuffle``, ``pdl``, ``copy``, ``cluster``, ``mbarrier``, ``trap``, ``shared``, ``readonly``,
+        ``undeclared``, ``alignment``, ``arguments``; ``address`` or ``undefined`` (the sanitizers); ``order``
+        (the result depends on the order of threads or on garbage).
     report : str
         What happened and where.
     """
@@ -76,38 +56,6 @@ class EmulatorError(AssertionError):
     def __init__(self, kind: str, report: str) -> None:
         super().__init__(f"{kind}: {report}")
         self.kind = kind
-
-
-class CompileError(AssertionError):
-    """The C++ compiler refused a kernel; the message is its output."""
-
-
-@dataclass(frozen=True)
-class Replacement:
-    """One textual change of a kernel's source, to seed a fault.
-
-    Parameters
-    ----------
-    file, old, new : str
-        The file, the text looked for and the text in its place.
-    occurrence : int, optional
-        Which occurrence of ``old``, from 0; without it there must be exactly one.
-    """
-
-    file: str
-    old: str
-    new: str
-    occurrence: int | None = None
-
-    def apply(self, text: str) -> str:
-        """Return the changed text; an AssertionError where ``old`` is not found as expected."""
-        parts = text.split(self.old)
-        found, at = len(parts) - 1, self.occurrence or 0
-        expected = "exactly 1" if self.occurrence is None else f"more than {at}"
-        assert found == 1 or (self.occurrence is not None and found > at), (
-            f"{self.file}: {self.old!r} occurs {found} times, expected {expected}"
-        )
-        return self.old.join(parts[: at + 1]) + self.new + self.old.join(parts[at + 1 :])
 
 
 @dataclass(frozen=True)
@@ -151,141 +99,8 @@ class Coverage:
 coverage = Coverage()
 
 
-# ---- the compiler ----
-
-
-def compiler() -> str | None:
-    """Return the C++ compiler, or None."""
-    return shutil.which("g++")
-
-
-@functools.cache
-def unavailable_reason() -> str | None:
-    """Return why kernels cannot be emulated on this machine, or None where they can."""
-    if platform.system() != "Linux" or platform.machine() not in ("x86_64", "aarch64"):
-        return f"the kernel emulator runs on Linux, x86_64 or aarch64, not {platform.system()} {platform.machine()}"
-    if compiler() is None:
-        return "the kernel emulator needs a C++ compiler (g++), which is not on PATH"
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "probe.cpp")
-        source.write_text("int main() { return 0; }\n")
-        probe = _execute([str(compiler()), *SANITIZERS, str(source), "-o", str(Path(folder, "probe"))])
-    if probe.returncode:
-        return f"the kernel emulator needs g++ with AddressSanitizer: {probe.stderr.strip().splitlines()[-1]}"
-    return None
-
-
-def require() -> None:
-    """Skip the running test where kernels cannot be emulated."""
-    if (reason := unavailable_reason()) is not None:
-        pytest.skip(reason)
-
-
-def _execute(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False, **options)
-
-
-@functools.cache
-def _compiler_version() -> str:
-    return _execute([str(compiler()), "--version"]).stdout
-
-
-def _digest(parts: Iterable[str]) -> str:
-    digest = hashlib.sha256(_compiler_version().encode())
-    for part in parts:
-        digest.update(b"\0" + part.encode())
-    return digest.hexdigest()[:24]
-
-
-def _cache_folder() -> Path:
-    return Path(tempfile.gettempdir(), f"sdm-rt-emulator-{os.getuid()}")
-
-
-def _texts(folder: Path, *patterns: str) -> dict[str, str]:
-    return {path.name: path.read_text() for pattern in patterns for path in sorted(folder.glob(pattern))}
-
-
-def _build(key: str, name: str, files: Mapping[str, str], commands: Sequence[Sequence[str]]) -> Path:
-    """Run commands in a folder that holds `files`; keep the folder under its key once they have succeeded."""
-    folder = _cache_folder() / key
-    if not (folder / name).exists():
-        _cache_folder().mkdir(mode=0o700, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=_cache_folder()) as work:
-            for file, text in files.items():
-                Path(work, file).write_text(text)
-            for command in commands:
-                done = _execute(command, cwd=work)
-                if done.returncode:
-                    raise CompileError(done.stderr)
-            try:
-                os.rename(work, folder)
-                os.mkdir(work)  # for the context manager to remove
-            except OSError:
-                if not (folder / name).exists():
-                    raise
-    return folder / name
-
-
-@functools.cache
-def runner(kind: BuildKind) -> Path:
-    """Build the program that executes launches."""
-    files = {**_texts(RUNTIME, "*.cpp", "*.h"), **_texts(INCLUDE, "emulator_abi.h")}
-    flags = (*COMMON_FLAGS, *RUNNER_FLAGS[kind], "-rdynamic")
-    sources = sorted(name for name in files if name.endswith(".cpp"))
-    command = [str(compiler()), *flags, "-I.", *sources, "-o", "runner", "-ldl"]
-    return _build(_digest([*command, *map(str, sorted(files.items()))]), "runner", files, [command])
-
-
-def kernel_sources(spec: KernelSpec, replacements: Sequence[Replacement] = ()) -> dict[str, str]:
-    """Return the files of a translation unit by name: the kernel's, and every header of kernels_cu but ptx.cuh.
-
-    Raises
-    ------
-    AssertionError
-        If the text that a replacement looks for is not there exactly once.
-    """
-    headers = _texts(KERNELS_CU, "*.cuh")
-    del headers["ptx.cuh"]
-    folder = next(folder for folder in (KERNELS_CU, TEST_KERNELS) if (folder / spec.file).exists())
-    files = {**headers, spec.file: (folder / spec.file).read_text()}
-    for change in replacements:
-        files[change.file] = change.apply(files[change.file])
-    return {name: f'#line 1 "{name}"\n{text}' for name, text in files.items()}
-
-
-def library(spec: KernelSpec, kind: BuildKind, replacements: Sequence[Replacement] = ()) -> Path:
-    """Build the kernels of a specification as a shared library."""
-    entries = "".join(f'    emulator::Invoker<{entry}>::entry("{entry}"),\n' for entry in spec.entries)
-    unit = (
-        f'#include "cuda_dialect.h"\n#include "{spec.file}"\n'
-        'extern "C" {\nextern const emulator::Entry emulator_entries[];\n'
-        f"const emulator::Entry emulator_entries[] = {{\n{entries}    {{nullptr, nullptr, 0, nullptr}}}};\n}}\n"
-    )
-    files = {**kernel_sources(spec, replacements), "unit.cpp": unit}
-    include = _texts(INCLUDE, "*")
-    flags = (*COMMON_FLAGS, *DIALECT_FLAGS, *KERNEL_FLAGS[kind], *spec.options)
-    key = _digest([*flags, *map(str, sorted(files.items())), *map(str, sorted(include.items()))])
-    commands = [
-        [str(compiler()), *flags, "-I.", f"-I{INCLUDE}", "-c", "unit.cpp", "-o", "unit.o"],
-        [str(compiler()), "-shared", *LINK_FLAGS[kind], "unit.o", "-o", "kernels.so"],
-    ]
-    return _build(key, "kernels.so", files, commands)
-
-
-def prepare(specs: Iterable[KernelSpec]) -> None:
-    """Build runners and kernels ahead of their use, two at a time."""
-    with ThreadPoolExecutor(PARALLEL_BUILDS) as pool:
-        jobs = [pool.submit(runner, kind) for kind in BUILDS]
-        jobs += [pool.submit(library, spec, kind) for spec in dict.fromkeys(specs) for kind in BUILDS]
-        for job in jobs:
-            job.result()
-
-
-# ---- requests ----
-
-
 class _Request:
-    """The runner's input file: buffers, one for each storage that a tensor argument lies in, then launches."""
+    """The runner's input file: a buffer for each storage that a tensor argument lies in, then launches."""
 
     def __init__(self, calls: Sequence[Call], outputs: Sequence[Tensor], scratch: Sequence[Tensor]) -> None:
         self.calls = calls
@@ -295,7 +110,9 @@ class _Request:
         for call in calls:
             names = {argument.name for argument in call.launch.arguments}
             if names != set(call.values):
-                raise EmulatorError("arguments", f"the launch takes {sorted(names)}, given {sorted(call.values)}")
+                raise EmulatorError(
+                    "arguments", f"the launch takes {sorted(names)}, given {sorted(call.values)}"
+                )
             for name, value in call.values.items():
                 if isinstance(value, Tensor):
                     storage = value.untyped_storage()
@@ -326,8 +143,10 @@ class _Request:
         parts.append(struct.pack("<I", len(self.calls)))
         for call, path in zip(self.calls, libraries, strict=True):
             launch = call.launch
-            sizes = (*launch.grid, *launch.block, *launch.cluster, launch.shared_memory, int(launch.pdl))
-            parts += [_text(str(path)), _text(launch.entry), struct.pack("<9IQI", *sizes)]
+            options = dict(launch.kernel.defines)
+            pdl = (int(launch.pdl), *(int(options.get(macro, "0")) for macro in PDL_MACROS))
+            sizes = (*launch.grid, *launch.block, *launch.cluster, launch.shared_memory, *pdl)
+            parts += [_text(str(path)), _text(launch.entry), struct.pack("<9IQ3I", *sizes)]
             parts += [self._indices(call, launch.writes), self._indices(call, launch.reads)]
             parts.append(struct.pack("<I", len(launch.arguments)))
             parts += [self._argument(a.kind, call.values[a.name]) for a in launch.arguments]
@@ -351,9 +170,6 @@ def _storage_view(storage: torch.UntypedStorage) -> Tensor:
 
 def _storage_bytes(storage: torch.UntypedStorage) -> bytes:
     return _storage_view(storage).numpy().tobytes()
-
-
-# ---- runs ----
 
 
 def run(
@@ -399,11 +215,14 @@ def run(
     for (pointer, (name, _)), one, two in zip(request.storages.items(), data, other, strict=True):
         if one != two and pointer not in request.scratch:
             at = next(i for i in range(len(one)) if one[i] != two[i])
-            text = f"'{name}' depends on the order of threads or on garbage: byte {at} differs between two runs"
+            text = (
+                f"'{name}' depends on the order of threads or on garbage: byte {at} differs between two runs"
+            )
             raise EmulatorError("order", text)
     for call, count in zip(calls, counts, strict=True):
         if count.shared_touched < call.launch.shared_memory and not unused_shared_memory:
-            text = f"{call.launch.name} asks for {call.launch.shared_memory} bytes and touches {count.shared_touched}"
+            planned = call.launch.shared_memory
+            text = f"{call.launch.name} asks for {planned} bytes and touches {count.shared_touched}"
             raise EmulatorError("shared", text)
     for (_, storage), one in zip(request.storages.values(), data, strict=True):
         if one:
@@ -443,7 +262,7 @@ def _run_one(request: _Request, kind: BuildKind, data: bytes) -> tuple[list[byte
     with tempfile.TemporaryDirectory(prefix="sdm-rt-emulator-") as folder:
         paths = Path(folder, "request"), Path(folder, "response")
         paths[0].write_bytes(data)
-        done = _execute([str(runner(kind)), *map(str, paths)], env=environment)
+        done = execute([str(runner(kind)), *map(str, paths)], env=environment)
         if done.returncode:
             raise _fault(done)
         counts = [LaunchCounts(**launch) for launch in json.loads(done.stdout)["launches"]]
@@ -466,6 +285,6 @@ def _source_line(match: re.Match[str]) -> str:
     addr2line = shutil.which("addr2line")
     if addr2line is None:
         return match[0]
-    lines = _execute([addr2line, "-i", "-e", match[1], match[2]]).stdout.splitlines()
+    lines = execute([addr2line, "-i", "-e", match[1], match[2]]).stdout.splitlines()
     named = [Path(line.split()[0]).name for line in lines if not line.startswith("?")]
     return f"  at {' inlined in '.join(named)}" if named else match[0]

@@ -94,7 +94,9 @@ def call_of(launch: Launch, problem: RowProblem) -> tuple[Call, Tensor]:
     """Bind a problem to a launch; return the call and its output."""
     rows, columns = problem.x.shape
     y = torch.empty_like(problem.x)
-    return Call(launch, {"x": problem.x, "lengths": problem.lengths, "y": y, "rows": rows, "columns": columns}), y
+    return Call(
+        launch, {"x": problem.x, "lengths": problem.lengths, "y": y, "rows": rows, "columns": columns}
+    ), y
 
 
 def run_rows(

@@ -30,7 +30,10 @@ CHECKS = {
     "atomic_and_plain": ("race", r"'count'"),
     "unwritten_shared": ("unwritten", r"static shared"),
     "unwritten_output": ("unwritten", r"global memory 'y'"),
-    "output_partly_written": ("unwritten", r"4 of 512 bytes of output 'y' have not been written, the first at 308"),
+    "output_partly_written": (
+        "unwritten",
+        r"4 of 512 bytes of output 'y' have not been written, the first at 308",
+    ),
     "global_bounds": ("bounds", r"offset 512 of global memory 'x' of 512 bytes"),
     "shared_bounds": ("bounds", r"offset 256 of shared memory 'dynamic shared' of 256 bytes"),
     "static_shared_bounds": ("undefined", r"index 64 out of bounds"),
@@ -49,7 +52,14 @@ CHECKS = {
     "trap": ("trap", r"__trap"),
 }
 ENTRIES = (*CHECKS, "sound")
-USES_SHARED = ("race_of_a_block", "race_of_a_warp", "shared_bounds", "copy_not_waited", "copy_left_behind", "sound")
+USES_SHARED = (
+    "race_of_a_block",
+    "race_of_a_warp",
+    "shared_bounds",
+    "copy_not_waited",
+    "copy_left_behind",
+    "sound",
+)
 
 
 def launch_of(entry: str) -> Launch:
@@ -85,7 +95,9 @@ def test_check(entry: str) -> None:
 
 def test_checks_name_kernel_thread_and_line() -> None:
     values = values_of()
-    with pytest.raises(EmulatorError, match=r"kernel global_bounds, block \(1, 0, 0\), thread \(63, 0, 0\)") as caught:
+    with pytest.raises(
+        EmulatorError, match=r"kernel global_bounds, block \(1, 0, 0\), thread \(63, 0, 0\)"
+    ) as caught:
         run([Call(launch_of("global_bounds"), values)], outputs=[values["y"]])
     source = (harness.TEST_KERNELS / "faults.cu").read_text().splitlines()
     line = next(i for i, text in enumerate(source, 1) if "x[INDEX + 1]" in text)

@@ -9,7 +9,9 @@ from tests.emulator.own_kernels import exchange_launch, make_rows, run_rows, sca
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(("rows", "columns", "threads"), [(1, 1, 32), (5, 50, 64), (4, 128, 128), (3, 33, 96)])
+@pytest.mark.parametrize(
+    ("rows", "columns", "threads"), [(1, 1, 32), (5, 50, 64), (4, 128, 128), (3, 33, 96)]
+)
 def test_block_scan(rows: int, columns: int, threads: int, seed: int) -> None:
     problem = make_rows(rows, columns, seed)
     y, counts = run_rows(scan_launch(rows, threads), problem, seed=seed)
@@ -22,7 +24,8 @@ def test_block_scan(rows: int, columns: int, threads: int, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
-    ("rows", "columns", "threads", "cluster"), [(2, 1, 32, 1), (7, 120, 64, 2), (4, 200, 64, 4), (3, 256, 32, 8)]
+    ("rows", "columns", "threads", "cluster"),
+    [(2, 1, 32, 1), (7, 120, 64, 2), (4, 200, 64, 4), (3, 256, 32, 8)],
 )
 def test_cluster_exchange(rows: int, columns: int, threads: int, cluster: int, seed: int) -> None:
     problem = make_rows(rows, columns, seed)

@@ -140,7 +140,14 @@ def barriers() -> list[Fault]:
         folder = next(folder for folder in (KERNELS_CU, TEST_KERNELS) if (folder / file).exists())
         count = (folder / file).read_text().count(SYNC)
         found += [
-            Fault(file, f"__syncthreads {at + 1} of {count} removed", ("race", "unwritten"), SYNC, "", occurrence=at)
+            Fault(
+                file,
+                f"__syncthreads {at + 1} of {count} removed",
+                ("race", "unwritten"),
+                SYNC,
+                "",
+                occurrence=at,
+            )
             for at in range(count)
         ]
     return found

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sdm_rt.plan.device import DeviceModel, preset
-from tests.emulator import harness
+from tests.emulator import build, harness
 from tests.emulator.harness import Call
 
 __all__ = ["BACKENDS", "Backend", "device_model", "execute", "require"]
@@ -25,7 +25,7 @@ BACKENDS = ["emulator", pytest.param("gpu", marks=pytest.mark.gpu)]
 def require(backend: Backend) -> None:
     """Skip the running test where the backend is missing."""
     if backend == "emulator":
-        harness.require()
+        build.require()
     elif not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU; torch.cuda.is_available() is False here")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.emulator.harness import KERNELS_CU, TEST_KERNELS
+from tests.emulator.build import KERNELS_CU, TEST_KERNELS
 
 
 @pytest.fixture

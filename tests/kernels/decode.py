@@ -13,7 +13,8 @@ from sdm_rt.plan.device import DeviceModel
 from sdm_rt.plan.launch import Launch
 from sdm_rt.plan.shapes import DecodeShape
 from tests import oracle
-from tests.emulator.harness import Call, Replacement, run
+from tests.emulator.build import Replacement
+from tests.emulator.harness import Call, run
 from tests.kernels.backends import Backend, device_model
 from tests.problems import Problem
 
@@ -52,7 +53,9 @@ def decode_oracle(problem: Problem) -> Decoded:
     real = problem.real()[:, 0]
     rows = problem.k_idx[real, 0]
     low = (torch.arange(problem.streams)[real] * problem.slots)[:, None]
-    present = [row[(row >= start) & (row < start + problem.slots)] for row, start in zip(rows, low, strict=True)]
+    present = [
+        row[(row >= start) & (row < start + problem.slots)] for row, start in zip(rows, low, strict=True)
+    ]
     repeats = sum(len(row) - len(row.unique()) for row in present)
     return Decoded(readings[:, 0], bank, repeats)
 
@@ -86,7 +89,9 @@ def decode_on_emulator(
     launch = replace(launch, shared_memory=launch.shared_memory + extra_shared_memory)
     codes = sum(VALUE_CODES[operands[name].dtype] << bit for name, bit in VALUE_BITS.items())
     integers = operands | ({} if lengths is None else {"lengths": lengths})
-    codes |= sum(int(integers[name].dtype == torch.int64) << bit for name, bit in WIDE_BITS.items() if name in integers)
+    codes |= sum(
+        int(integers[name].dtype == torch.int64) << bit for name, bit in WIDE_BITS.items() if name in integers
+    )
     y = torch.empty(streams, columns, dtype=memory.dtype)
     repeats = torch.zeros(1, dtype=torch.int64)
     values = {

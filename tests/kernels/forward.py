@@ -16,7 +16,8 @@ from sdm_rt.plan.forward import forward_constants, plan_forward
 from sdm_rt.plan.launch import Launch
 from sdm_rt.plan.step_plan import StepPlan
 from tests import oracle
-from tests.emulator.harness import Call, Replacement, run
+from tests.emulator.build import Replacement
+from tests.emulator.harness import Call, run
 from tests.kernels.backends import Backend, device_model
 from tests.problems import Problem
 

@@ -27,7 +27,19 @@ def interesting_floats() -> Tensor:
     exponent = torch.randint(100, 144, (2 * COUNT,), generator=generator) << 23
     bits[::2] = (bits[::2] & ~0x7F800000) | exponent[::2]
     x = bits.to(torch.int32).view(torch.float32)
-    special = [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 65504.0, 65519.9, 65520.0, 3.4e38, 2.0**-24, 2.0**-25]
+    special = [
+        0.0,
+        -0.0,
+        torch.inf,
+        -torch.inf,
+        torch.nan,
+        65504.0,
+        65519.9,
+        65520.0,
+        3.4e38,
+        2.0**-24,
+        2.0**-25,
+    ]
     x[: len(special)] = torch.tensor(special)
     return x
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.emulator import harness
+from tests.emulator import build
 from tests.kernels.backends import BACKENDS, Backend, require
 from tests.kernels.decode import Decoded, decode, decode_oracle
 from tests.problems import Problem, make_problem
@@ -31,7 +31,7 @@ def check(backend: Backend, problem: Problem, *, seed: int = 0) -> Decoded:
     assert_close("readings", got.readings, want.readings, dtype)
     assert_close("bank", got.bank, want.bank, dtype)
     assert got.repeats == want.repeats
-    if backend == "gpu" and harness.unavailable_reason() is None:
+    if backend == "gpu" and build.unavailable_reason() is None:
         emulated = decode("emulator", problem)
         assert_close("readings, GPU and emulator", got.readings, emulated.readings, dtype)
         assert_close("bank, GPU and emulator", got.bank, emulated.bank, dtype)
@@ -56,7 +56,9 @@ def test_slots_of_a_token(backend: Backend, W: int, R: int) -> None:
 @pytest.mark.parametrize("writes", ["repeats", "one slot"])
 @pytest.mark.parametrize("gate_per_write", [False, True])
 def test_repeated_slots(backend: Backend, dtype: torch.dtype, writes: str, gate_per_write: bool) -> None:
-    problem = make_problem(3, 1, 11, 6, 20, 8, writes=writes, gate_per_write=gate_per_write, gates="all kinds", seed=5)
+    problem = make_problem(
+        3, 1, 11, 6, 20, 8, writes=writes, gate_per_write=gate_per_write, gates="all kinds", seed=5
+    )
     got = check(backend, problem.cast(dtype))
     assert got.repeats > 0
 
@@ -64,7 +66,10 @@ def test_repeated_slots(backend: Backend, dtype: torch.dtype, writes: str, gate_
 @pytest.mark.parametrize("gates", ["zero", "-50", "-1e4", "-inf", "some -inf", "some positive"])
 @pytest.mark.parametrize("gate_per_write", [False, True])
 def test_gates(backend: Backend, gates: str, gate_per_write: bool) -> None:
-    check(backend, make_problem(2, 1, 6, 6, 16, 8, gates=gates, gate_per_write=gate_per_write).cast(torch.float32))
+    check(
+        backend,
+        make_problem(2, 1, 6, 6, 16, 8, gates=gates, gate_per_write=gate_per_write).cast(torch.float32),
+    )
 
 
 @pytest.mark.parametrize("beta", ["zero", "one"])
@@ -99,7 +104,9 @@ def test_index_types_give_the_same_bits(backend: Backend) -> None:
 
 @pytest.mark.parametrize("values", DTYPES)
 @pytest.mark.parametrize("bank", DTYPES)
-def test_values_are_rounded_to_the_banks_dtype(backend: Backend, bank: torch.dtype, values: torch.dtype) -> None:
+def test_values_are_rounded_to_the_banks_dtype(
+    backend: Backend, bank: torch.dtype, values: torch.dtype
+) -> None:
     problem = make_problem(2, 1, 6, 5, 24, 9).cast(values)
     stored = replace(problem, memory=problem.memory.to(bank))
     rounded = stored.cast(bank)

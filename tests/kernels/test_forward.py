@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.emulator import harness
+from tests.emulator import build
 from tests.kernels.backends import BACKENDS, Backend, device_model, require
 from tests.kernels.forward import Written, forward, forward_on_emulator, forward_oracle
 from tests.problems import GATES, WRITES, Problem, make_problem
@@ -34,7 +34,7 @@ def check(backend: Backend, problem: Problem, chunk: int, *, seed: int = 0) -> W
     assert got.repeats == want.repeats
     padding = ~problem.real()
     assert_same_bits("padding", got.readings[padding], torch.zeros_like(got.readings[padding]))
-    if backend == "gpu" and harness.unavailable_reason() is None:
+    if backend == "gpu" and build.unavailable_reason() is None:
         emulated = forward("emulator", problem, chunk)
         compare(got, emulated, dtype)
         assert got.repeats == emulated.repeats

@@ -3,22 +3,17 @@
 
 #include "cuda_dialect.h"
 
-#ifndef SDM_PDL_WAIT
-#define SDM_PDL_WAIT 0
-#endif
-#ifndef SDM_PDL_TRIGGER
-#define SDM_PDL_TRIGGER 0
-#endif
-
 namespace ptx {
 
 // ---- launch ----
 
+// Whether the kernel was specified with -DSDM_PDL_WAIT=1 and -DSDM_PDL_TRIGGER=1 comes with the launch, so that both
+// variants are one library.
 inline void pdl_wait() {
-    if (SDM_PDL_WAIT) emulator::pdl_wait();
+    emulator::pdl_wait();
 }
 inline void pdl_trigger() {
-    if (SDM_PDL_TRIGGER) emulator::pdl_trigger();
+    emulator::pdl_trigger();
 }
 template <class T>
 inline T* dynamic_shared() {

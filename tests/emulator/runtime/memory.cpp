@@ -200,7 +200,7 @@ void Memory::access(const void* address, size_t bytes, Access kind, const void* 
     const size_t offset = static_cast<size_t>(a - region->begin);
     const Fiber& fiber = *running();
     if (region->space == Space::global) {
-        if (!fiber.released)
+        if (!fiber.released && (kind != Access::read || region->pending))
             fail_at(pc, "pdl", "%s byte %zu of global memory '%s' before griddepcontrol.wait in a launch that may overtake "
                     "its predecessor", verb, offset, region->name.c_str());
         if (kind != Access::read && !region->writable)

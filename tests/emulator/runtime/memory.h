@@ -34,7 +34,8 @@ struct Region {
     size_t bytes;
     int block = -1;        // of the cluster, for shared memory
     bool writable = true, readable = true;  // by this launch
-    bool finished = false; // shared memory of a block that has ended
+    bool pending = false;   // an earlier launch that may still run writes it
+    bool finished = false;  // shared memory of a block that has ended
     size_t touched_end = 0;
     std::vector<Cell> cells;
 };

@@ -2,7 +2,7 @@
 //
 // Request, little endian: u64 seed, u32 pattern; u32 buffers, each {string name, u64 bytes, u32 flags (1 holds data,
 // 2 an output that must be written entirely), data}; u32 launches, each {string library, string entry, u32 grid[3],
-// block[3], cluster[3], u64 shared memory, u32 pdl, u32 written, u32 indices[..], u32 read, u32 indices[..], u32 arguments,
+// block[3], cluster[3], u64 shared memory, u32 pdl, waits, triggers, u32 written, u32 indices[..], u32 read, u32 indices[..], u32 arguments,
 // each {u32 kind (0 bytes, 1 pointer), bytes: u32 size and data; pointer: u32 buffer + 1 or 0 for null, u64 offset}}.
 // A string is u32 length and its bytes. Response: the bytes of each buffer; standard output: counts as JSON.
 #include <dlfcn.h>
@@ -184,7 +184,17 @@ int execute(const char* request_path, const char* response_path) {
         launch.cluster = reader.extent();
         launch.shared_memory = reader.number<uint64_t>();
         launch.pdl = reader.number<uint32_t>();
-        for (Region* region : buffers) region->writable = region->readable = false;
+        launch.waits = reader.number<uint32_t>();
+        launch.triggers = reader.number<uint32_t>();
+        // A programmatic dependent may overtake the launches back to the latest that is none: what they write is
+        // pending until it waits. What came before its own first launch is unknown, so everything is.
+        for (Region* region : buffers) {
+            if (!launch.pdl)
+                region->pending = false;
+            else if (i == 0)
+                region->pending = true;
+            region->writable = region->readable = false;
+        }
         const auto written = reader.number<uint32_t>();
         for (uint32_t w = 0; w < written; ++w) buffers.at(reader.number<uint32_t>())->writable = true;
         const auto read = reader.number<uint32_t>();
@@ -208,6 +218,7 @@ int execute(const char* request_path, const char* response_path) {
         bind_entry(library, launch, sizes);
         flush_subnormals();
         const LaunchCounts counts = scheduler.run(launch);
+        for (Region* region : buffers) region->pending |= region->writable;
         std::printf("%s{\"entry\": \"%s\", \"blocks\": %zu, \"barriers\": %zu, \"warp_operations\": %zu, \"pdl_waits\": %zu, "
                     "\"pdl_triggers\": %zu, \"cluster_barriers\": %zu, \"shared_touched\": %zu}",
                     i ? ", " : "", launch.entry.c_str(), size_t{counts.blocks}, size_t{counts.barriers},

@@ -478,12 +478,14 @@ void Scheduler::copy_wait(int pending) {
 // ---- launch attributes ----
 
 void Scheduler::pdl_wait() {
+    if (!request->waits) return;
     ++counts.pdl_waits;
     running->released = true;
     running->block->waited_pdl = true;
 }
 
 void Scheduler::pdl_trigger() {
+    if (!request->triggers) return;
     ++counts.pdl_triggers;
 }
 

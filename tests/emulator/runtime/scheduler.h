@@ -82,7 +82,7 @@ struct LaunchRequest {
     std::vector<void*> arguments;
     Extent grid{}, block{}, cluster{};
     size_t shared_memory = 0;
-    bool pdl = false;
+    bool pdl = false, waits = false, triggers = false;  // launched with PDL; compiled with the wait, the trigger
     char* static_shared = nullptr;  // the library's thread-local block
     size_t static_shared_bytes = 0;
 };

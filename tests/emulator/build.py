@@ -1,0 +1,226 @@
+"""Compiles kernels, and the program that executes them, with the machine's C++ compiler.
+
+Builds lie in the temporary folder under a hash of their content.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from sdm_rt.runtime.kernel import KernelSpec
+
+__all__ = [
+    "BUILDS",
+    "KERNELS_CU",
+    "PARALLEL_BUILDS",
+    "PDL_MACROS",
+    "TEST_KERNELS",
+    "BuildKind",
+    "CompileError",
+    "Replacement",
+    "execute",
+    "library",
+    "prepare",
+    "require",
+    "runner",
+    "unavailable_reason",
+]
+
+HERE = Path(__file__).resolve().parent
+INCLUDE = HERE / "include"
+RUNTIME = HERE / "runtime"
+KERNELS_CU = HERE.parents[1] / "kernels_cu"
+TEST_KERNELS = HERE / "kernels"
+
+BuildKind = Literal["access", "address"]
+BUILDS: tuple[BuildKind, ...] = ("access", "address")
+PARALLEL_BUILDS = 2
+TIMEOUT = 300  # seconds of one compile or run
+
+SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+RUNNER_FLAGS = {"access": ("-O2", "-DEMULATOR_TRACK"), "address": ("-O1", *SANITIZERS)}
+KERNEL_FLAGS = {"access": ("-fsanitize=thread",), "address": SANITIZERS}
+# Under -fsanitize=thread only the hooks are wanted: the runner has its own in place of the run-time library.
+LINK_FLAGS: dict[BuildKind, tuple[str, ...]] = {"access": (), "address": SANITIZERS}
+COMMON_FLAGS = ("-std=c++17", "-g1", "-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-unknown-pragmas")
+# Type punning through pointers is CUDA's custom; products and sums stay separate, as written.
+DIALECT_FLAGS = ("-O1", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off")
+PDL_MACROS = ("SDM_PDL_WAIT", "SDM_PDL_TRIGGER")  # read by ptx.cuh alone; here they travel with the launch
+
+
+class CompileError(AssertionError):
+    """The C++ compiler refused a kernel; the message is its output."""
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """One textual change of a kernel's source, to seed a fault.
+
+    Parameters
+    ----------
+    file, old, new : str
+        The file, the text looked for and the text in its place.
+    occurrence : int, optional
+        Which occurrence of ``old``, from 0; without it there must be exactly one.
+    """
+
+    file: str
+    old: str
+    new: str
+    occurrence: int | None = None
+
+    def apply(self, text: str) -> str:
+        """Return the changed text; an AssertionError where ``old`` is not found as expected."""
+        parts = text.split(self.old)
+        found, at = len(parts) - 1, self.occurrence or 0
+        expected = "exactly 1" if self.occurrence is None else f"more than {at}"
+        assert found == 1 or (self.occurrence is not None and found > at), (
+            f"{self.file}: {self.old!r} occurs {found} times, expected {expected}"
+        )
+        return self.old.join(parts[: at + 1]) + self.new + self.old.join(parts[at + 1 :])
+
+
+def compiler() -> str | None:
+    """Return the C++ compiler, or None."""
+    return shutil.which("g++")
+
+
+@functools.cache
+def unavailable_reason() -> str | None:
+    """Return why kernels cannot be emulated on this machine, or None where they can."""
+    if platform.system() != "Linux" or platform.machine() not in ("x86_64", "aarch64"):
+        machine = f"{platform.system()} {platform.machine()}"
+        return f"the kernel emulator runs on Linux, x86_64 or aarch64, not {machine}"
+    if compiler() is None:
+        return "the kernel emulator needs a C++ compiler (g++), which is not on PATH"
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "probe.cpp")
+        source.write_text("int main() { return 0; }\n")
+        probe = execute([str(compiler()), *SANITIZERS, str(source), "-o", str(Path(folder, "probe"))])
+    if probe.returncode:
+        return f"the kernel emulator needs g++ with AddressSanitizer: {probe.stderr.strip().splitlines()[-1]}"
+    return None
+
+
+def require() -> None:
+    """Skip the running test where kernels cannot be emulated."""
+    if (reason := unavailable_reason()) is not None:
+        pytest.skip(reason)
+
+
+def execute(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False, **options)
+
+
+@functools.cache
+def _compiler_version() -> str:
+    return execute([str(compiler()), "--version"]).stdout
+
+
+def _digest(parts: Iterable[str]) -> str:
+    digest = hashlib.sha256(_compiler_version().encode())
+    for part in parts:
+        digest.update(b"\0" + part.encode())
+    return digest.hexdigest()[:24]
+
+
+def _cache_folder() -> Path:
+    return Path(tempfile.gettempdir(), f"sdm-rt-emulator-{os.getuid()}")
+
+
+def _texts(folder: Path, *patterns: str) -> dict[str, str]:
+    return {path.name: path.read_text() for pattern in patterns for path in sorted(folder.glob(pattern))}
+
+
+def _build(key: str, name: str, files: Mapping[str, str], commands: Sequence[Sequence[str]]) -> Path:
+    """Run commands in a folder that holds `files`; keep the folder under its key once they have succeeded."""
+    folder = _cache_folder() / key
+    if not (folder / name).exists():
+        _cache_folder().mkdir(mode=0o700, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=_cache_folder()) as work:
+            for file, text in files.items():
+                Path(work, file).write_text(text)
+            for command in commands:
+                done = execute(command, cwd=work)
+                if done.returncode:
+                    raise CompileError(done.stderr)
+            try:
+                os.rename(work, folder)
+                os.mkdir(work)  # for the context manager to remove
+            except OSError:
+                if not (folder / name).exists():
+                    raise
+    return folder / name
+
+
+@functools.cache
+def runner(kind: BuildKind) -> Path:
+    """Build the program that executes launches."""
+    files = {**_texts(RUNTIME, "*.cpp", "*.h"), **_texts(INCLUDE, "emulator_abi.h")}
+    flags = (*COMMON_FLAGS, *RUNNER_FLAGS[kind], "-rdynamic")
+    sources = sorted(name for name in files if name.endswith(".cpp"))
+    command = [str(compiler()), *flags, "-I.", *sources, "-o", "runner", "-ldl"]
+    return _build(_digest([*command, *map(str, sorted(files.items()))]), "runner", files, [command])
+
+
+def kernel_sources(spec: KernelSpec, replacements: Sequence[Replacement] = ()) -> dict[str, str]:
+    """Return the files of a translation unit by name: the kernel's, and all headers of kernels_cu but ptx.cuh.
+
+    Raises
+    ------
+    AssertionError
+        If the text that a replacement looks for is not there exactly once.
+    """
+    headers = _texts(KERNELS_CU, "*.cuh")
+    del headers["ptx.cuh"]
+    folder = next(folder for folder in (KERNELS_CU, TEST_KERNELS) if (folder / spec.file).exists())
+    files = {**headers, spec.file: (folder / spec.file).read_text()}
+    for change in replacements:
+        files[change.file] = change.apply(files[change.file])
+    return {name: f'#line 1 "{name}"\n{text}' for name, text in files.items()}
+
+
+def library(spec: KernelSpec, kind: BuildKind, replacements: Sequence[Replacement] = ()) -> Path:
+    """Build the kernels of a specification as a shared library."""
+    entries = "".join(f'    emulator::Invoker<{entry}>::entry("{entry}"),\n' for entry in spec.entries)
+    unit = (
+        f'#include "cuda_dialect.h"\n#include "{spec.file}"\n'
+        'extern "C" {\nextern const emulator::Entry emulator_entries[];\n'
+        f"const emulator::Entry emulator_entries[] = {{\n{entries}"
+        "    {nullptr, nullptr, 0, nullptr}};\n}\n"
+    )
+    files = {**kernel_sources(spec, replacements), "unit.cpp": unit}
+    include = _texts(INCLUDE, "*")
+    options = [f"-D{name}={value}" for name, value in spec.defines if name not in PDL_MACROS]
+    flags = (*COMMON_FLAGS, *DIALECT_FLAGS, *KERNEL_FLAGS[kind], *options)
+    key = _digest([*flags, *map(str, sorted(files.items())), *map(str, sorted(include.items()))])
+    commands = [
+        [str(compiler()), *flags, "-I.", f"-I{INCLUDE}", "-c", "unit.cpp", "-o", "unit.o"],
+        [str(compiler()), "-shared", *LINK_FLAGS[kind], "unit.o", "-o", "kernels.so"],
+    ]
+    return _build(key, "kernels.so", files, commands)
+
+
+def prepare(specs: Iterable[KernelSpec]) -> None:
+    """Build runners and kernels ahead of their use, two at a time."""
+    plain = (
+        KernelSpec(s.file, s.entries, tuple(d for d in s.defines if d[0] not in PDL_MACROS)) for s in specs
+    )
+    with ThreadPoolExecutor(PARALLEL_BUILDS) as pool:
+        jobs = [pool.submit(runner, kind) for kind in BUILDS]
+        jobs += [pool.submit(library, spec, kind) for spec in dict.fromkeys(plain) for kind in BUILDS]
+        for job in jobs:
+            job.result()

@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import platform
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -14,15 +15,18 @@ from typing import Any, Literal
 import torch
 
 import sdm_rt
+from sdm_rt import env
 from sdm_rt.cli import machine, selftest
 from sdm_rt.errors import MissingDependencyError
 from sdm_rt.ops.availability import gpu_path_obstacle
-from sdm_rt.runtime import driver
+from sdm_rt.runtime import cache, device, driver
 from sdm_rt.runtime.dependencies import install_command, load_cupy, load_nvrtc
+from sdm_rt.runtime.sources import find_kernels
 
 __all__ = ["CPU_CHECKS", "CUDA_CHECKS", "CUDA_TRIALS", "Check", "Report", "add_arguments", "examine", "run"]
 
 MINIMUM_CAPABILITY = (8, 0)
+PDL_CAPABILITY = (9, 0)
 SEE_COMMAND = "see the command below"
 
 
@@ -119,7 +123,7 @@ def check_numpy() -> Check:
 
 def check_cpu_op() -> Check:
     """Run op, backward and decode on CPU tensors against known answers."""
-    problems = (selftest.write_read_error, selftest.decode_error)
+    problems = (selftest.forward_error, selftest.backward_error, selftest.decode_error)
     return _trial(torch.device("cpu"), torch.float64, 1e-12, *problems)
 
 
@@ -183,17 +187,56 @@ def check_headers() -> Check:
     )
 
 
+def check_launch_features() -> Check:
+    """Say what plans use of each GPU: shared memory of a block, programmatic dependent launch."""
+    try:
+        devices = machine.gpus()
+    except MissingDependencyError:
+        devices = []
+    if not devices:
+        return Check("skipped", "waits for a GPU")
+    words = []
+    for index, (_, capability) in enumerate(devices):
+        shared = device.attributes(index)["MaxSharedMemoryPerBlockOptin"]
+        pdl = "PDL" if capability >= PDL_CAPABILITY else "no PDL (compute capability 9.0 has it)"
+        words.append(f"GPU {index}: {shared} bytes of shared memory a block, {pdl}")
+    switched_off = "" if env.flag("SDM_RT_PDL") else "; SDM_RT_PDL=0 switches PDL off"
+    return Check("ok", "; ".join(words) + switched_off)
+
+
+def check_sources() -> Check:
+    """Find the CUDA sources."""
+    return Check("ok", str(find_kernels()))
+
+
+def check_cache() -> Check:
+    """Find the compile cache and say what it holds."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        folder = cache.cache_folder()
+    found = cache.entries(folder / cache.MANIFEST)
+    detail = f"{folder}, {len(found)} kernel files, {sum(entry.size for entry in found) // 1024} KiB"
+    if caught:
+        return Check("note", f"{detail}; temporary", "SDM_RT_CACHE_DIR chooses a folder that can be written")
+    return Check("ok", detail)
+
+
 def check_cuda_decode() -> Check:
     """Run decode on the GPU against known answers."""
     return _trial(torch.device("cuda"), torch.float32, 1e-5, selftest.decode_error)
 
 
-def check_cuda_op() -> Check:
+def check_cuda_forward() -> Check:
+    """Run the op without gradients on the GPU against known answers."""
+    return _trial(torch.device("cuda"), torch.float32, 1e-5, selftest.forward_error)
+
+
+def check_cuda_backward() -> Check:
     """Run op and backward on the GPU against known answers."""
     obstacle = gpu_path_obstacle()
     if obstacle is not None:
         return Check("missing", obstacle, "train on the CPU path")
-    return _trial(torch.device("cuda"), torch.float32, 1e-5, selftest.write_read_error)
+    return _trial(torch.device("cuda"), torch.float32, 1e-5, selftest.backward_error)
 
 
 CPU_CHECKS: dict[str, Callable[[], Check]] = {
@@ -209,8 +252,15 @@ CUDA_CHECKS: dict[str, Callable[[], Check]] = {
     "CuPy": check_cupy,
     "NVRTC": check_nvrtc,
     "CUDA headers": check_headers,
+    "launches": check_launch_features,
+    "CUDA sources": check_sources,
+    "compile cache": check_cache,
 }
-CUDA_TRIALS: dict[str, Callable[[], Check]] = {"decode on GPU": check_cuda_decode, "op on GPU": check_cuda_op}
+CUDA_TRIALS: dict[str, Callable[[], Check]] = {
+    "decode on GPU": check_cuda_decode,
+    "op on GPU": check_cuda_forward,
+    "train on GPU": check_cuda_backward,
+}
 
 
 def examine(device: str = "auto") -> Report:

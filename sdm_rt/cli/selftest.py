@@ -14,7 +14,7 @@ from torch import Tensor
 from sdm_rt.ops.decode import sdm_decode_step
 from sdm_rt.ops.write_read import sdm_write_read
 
-__all__ = ["decode_error", "write_read_error"]
+__all__ = ["backward_error", "decode_error", "forward_error"]
 
 MEMORY = [[1.0, 2.0], [3.0, -1.0], [0.0, 4.0], [-2.0, 0.5]]
 K_IDX = [[0, 1], [1, 3]]
@@ -45,49 +45,41 @@ def _largest_error(got: Tensor, known: list[list[float]]) -> float:
     return float("inf") if error.isnan().any() else float(error.max())
 
 
-def write_read_error(device: torch.device, dtype: torch.dtype) -> float:
-    """Run the op forward and backward on ``device`` and return the largest absolute error.
+def _inputs(device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the problem's tensors by the op's argument names, in the op's order."""
+    real = {"memory": MEMORY, "k_val": [K_VAL], "v": [V], "beta": [BETA], "g": [G], "q_val": [Q_VAL]}
+    tensors = {name: torch.tensor(value, dtype=dtype, device=device) for name, value in real.items()}
+    indices = {"k_idx": torch.tensor([K_IDX], device=device), "q_idx": torch.tensor([Q_IDX], device=device)}
+    order = ("memory", "k_idx", "k_val", "v", "beta", "g", "q_idx", "q_val")
+    return {name: (tensors | indices)[name] for name in order}
 
-    Compared are the readings, the bank after the call, every gradient, and the bank restored by the backward.
-    """
-    inputs = {"memory": MEMORY, "k_val": [K_VAL], "v": [V], "beta": [BETA], "g": [G], "q_val": [Q_VAL]}
-    leaves = {
-        name: torch.tensor(value, dtype=dtype, device=device, requires_grad=True)
-        for name, value in inputs.items()
-    }
-    readings = sdm_write_read(
-        leaves["memory"],
-        torch.tensor([K_IDX], device=device),
-        leaves["k_val"],
-        leaves["v"],
-        leaves["beta"],
-        leaves["g"],
-        torch.tensor([Q_IDX], device=device),
-        leaves["q_val"],
-    )
-    errors = [_largest_error(readings, READINGS), _largest_error(leaves["memory"], FINAL_BANK)]
+
+def forward_error(device: torch.device, dtype: torch.dtype) -> float:
+    """Run the op without gradients; return the largest absolute error of readings and bank."""
+    inputs = _inputs(device, dtype)
+    readings = sdm_write_read(*inputs.values())
+    return max(_largest_error(readings, READINGS), _largest_error(inputs["memory"], FINAL_BANK))
+
+
+def backward_error(device: torch.device, dtype: torch.dtype) -> float:
+    """Run the op and its backward; return the largest absolute error of gradients and restored bank."""
+    inputs = _inputs(device, dtype)
+    for name in GRADIENTS:
+        inputs[name].requires_grad_()
+    readings = sdm_write_read(*inputs.values())
     torch.autograd.backward(readings, torch.tensor(GRAD_READINGS, dtype=dtype, device=device))
-    errors.append(_largest_error(leaves["memory"], MEMORY))
+    errors = [_largest_error(readings, READINGS), _largest_error(inputs["memory"], MEMORY)]
     for name, known in GRADIENTS.items():
-        gradient = leaves[name].grad
+        gradient = inputs[name].grad
         errors.append(float("inf") if gradient is None else _largest_error(gradient, known))
     return max(errors)
 
 
 def decode_error(device: torch.device, dtype: torch.dtype) -> float:
-    """Run the two tokens one by one through the decode op and return the largest absolute error."""
-    bank = torch.tensor(MEMORY, dtype=dtype, device=device)
-    errors = []
-    for t in range(len(READINGS)):
-        readings = sdm_decode_step(
-            bank,
-            torch.tensor([K_IDX[t]], device=device),
-            torch.tensor([K_VAL[t]], dtype=dtype, device=device),
-            torch.tensor([V[t]], dtype=dtype, device=device),
-            torch.tensor([BETA[t]], dtype=dtype, device=device),
-            torch.tensor([G[t]], dtype=dtype, device=device),
-            torch.tensor([Q_IDX[t]], device=device),
-            torch.tensor([Q_VAL[t]], dtype=dtype, device=device),
-        )
-        errors.append(_largest_error(readings, [READINGS[t]]))
-    return max([*errors, _largest_error(bank, FINAL_BANK)])
+    """Run the tokens one by one through decode; return the largest absolute error of readings and bank."""
+    memory, *tokens = _inputs(device, dtype).values()
+    errors = [
+        _largest_error(sdm_decode_step(memory, *(tensor[:, t] for tensor in tokens)), [READINGS[t]])
+        for t in range(len(READINGS))
+    ]
+    return max([*errors, _largest_error(memory, FINAL_BANK)])

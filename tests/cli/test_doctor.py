@@ -99,22 +99,27 @@ def test_json(cuda_path: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> 
     assert "cupy-cuda1" in report["install_command"]
 
 
-@pytest.mark.parametrize("output", range(3), ids=["readings", "gradients", "bank"])
-def test_a_wrong_op_fails_the_cpu_path(monkeypatch: pytest.MonkeyPatch, output: int) -> None:
+@pytest.mark.parametrize("wrong", ["readings", "gradients", "bank after the call", "bank after the backward"])
+def test_a_wrong_op_fails_the_cpu_path(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
     op = selftest.sdm_write_read
 
-    def wrong(memory, *tensors):
-        if output == 1:
+    def broken(memory, *tensors):
+        trains = memory.requires_grad
+        if wrong == "gradients" and trains:
             tensors[2].register_hook(lambda gradient: gradient + 1e-6)
         readings = op(memory, *tensors)
-        if output == 0:
+        if wrong == "readings":
             return readings + 1e-6
-        if output == 2:
-            memory.data += 1e-6
+        if wrong == "bank after the call" and not trains:
+            memory += 1e-6
+        if wrong == "bank after the backward" and trains:
+            readings.register_hook(
+                lambda gradient: tensors[3].register_hook(lambda _: memory.data.add_(1e-6))
+            )
         return readings
 
     assert doctor.examine("cpu").works
-    monkeypatch.setattr(selftest, "sdm_write_read", wrong)
+    monkeypatch.setattr(selftest, "sdm_write_read", broken)
     report = doctor.examine("cpu")
     assert not report.works
     assert report.cpu["op on CPU"].status == "failed"

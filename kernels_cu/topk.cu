@@ -1,4 +1,4 @@
-// Product-key top-k: the best min(K, S) slots of a row of factor scores, and the gradient of their scores.
+// Product-key top-k: the best min(K, S) slots of a row of factor scores, and the gradient of those scores.
 //
 // Slot (c_0 .. c_{F-1}) scores the float32 sum of its factor scores in factor order. Scores compare as float32 with -0
 // below +0 and NaN as -inf. Each factor is ranked by value, larger column first on ties. Stage f combines the ranks
@@ -6,13 +6,13 @@
 // sums going to the larger i + j, then the larger i. Bf16 partial sums of more than two factors are rounded between
 // stages. Selected slots come in rising order.
 //
-// One warp owns a row. Every choice is made on a 64-bit key without equals, (ordered score, tie rank): a radix select
-// finds the least key that is still in, a bitonic sort orders what was selected.
+// One warp owns a row. Every choice is made on keys that never tie, (ordered score, tie rank): a radix select finds
+// the least key that is still in, a bitonic sort orders what was selected.
 //
-// Macros  SCORE (float, Bf16, Fp16), FACTORS (the widths, comma separated), K (1..256).
+// Macros  SCORE (float, Bf16, Fp16), FACTORS (the widths, comma separated; S, their product, below 2^31), K (1..256).
 // Grid    blocks share the rows, WARPS at a time.
 // Block   32 * WARPS threads.
-// Shared  static.
+// Shared  static, a Scratch a warp.
 #include "numeric.cuh"
 
 #define WARPS 4
@@ -24,42 +24,58 @@ static constexpr int num_factors = sizeof(widths) / sizeof(int);
 static __device__ constexpr int least(long long a, long long b) {
     return static_cast<int>(a < b ? a : b);
 }
-// Slots of the first `count` factors together that a stage keeps, at most K.
+static __device__ constexpr long long row_width() {
+    long long sum = 0;
+    for (int f = 0; f < num_factors; ++f) sum += widths[f];
+    return sum;
+}
+static __device__ constexpr int widest_factor() {
+    int widest = 0;
+    for (int f = 0; f < num_factors; ++f) widest = widths[f] > widest ? widths[f] : widest;
+    return widest;
+}
+// Slots that the factors from `first` on span.
+static __device__ constexpr long long slots_from(int first) {
+    long long product = 1;
+    for (int f = first; f < num_factors; ++f) product *= widths[f];
+    return product;
+}
+// Slots that the first `count` factors together keep, at most K.
 static __device__ constexpr int kept(int count) {
     long long product = 1;
     for (int f = 0; f < count; ++f) product = least(product * widths[f], K);
     return static_cast<int>(product);
 }
-static __device__ constexpr int raw_width() {
-    int sum = 0;
-    for (int f = 0; f < num_factors; ++f) sum += widths[f];
-    return sum;
-}
 static constexpr int selected = kept(num_factors);
-static __device__ constexpr int power_of_two(int x) {
-    int power = 1;
-    while (power < x) power *= 2;
-    return power;
-}
-static constexpr int sort_size = power_of_two(least(K, raw_width() > K ? K : raw_width() > selected ? raw_width() : selected));
+static constexpr long long num_slots = slots_from(0);
+static_assert(num_slots < 1ll << 31, "slots are 31-bit numbers");
 
-// The pairs of stage f: ranks i < n of the stage before, j < m of the factor.
-static __device__ constexpr int stage_pairs(int f) {
+// Keys of a lane in a sort; key e of lane l has place 32 e + l.
+static __device__ constexpr int keys_a_lane() {
+    int keys = 1;
+    while (32 * keys < selected) keys *= 2;
+    return keys;
+}
+static constexpr int lane_keys = keys_a_lane();
+
+// ---- the pairs (i, j) of each stage ----
+
+static __device__ constexpr int pairs_of_stage(int f) {
     const int n = kept(f), m = least(K, widths[f]), c = kept(f + 1);
     int count = 0;
     for (int i = 0; i < n; ++i) count += least(m, c / (i + 1));
     return count;
 }
-static __device__ constexpr int total_pairs() {
+static __device__ constexpr int pairs_of_all_stages() {
     int count = 0;
-    for (int f = 1; f < num_factors; ++f) count += stage_pairs(f);
+    for (int f = 1; f < num_factors; ++f) count += pairs_of_stage(f);
     return count > 0 ? count : 1;
 }
 struct Pairs {
-    unsigned char i[total_pairs()];
-    unsigned char j[total_pairs()];
+    unsigned char i[pairs_of_all_stages()];
+    unsigned char j[pairs_of_all_stages()];
 };
-static __device__ constexpr Pairs all_pairs() {
+static __device__ constexpr Pairs list_pairs() {
     Pairs pairs{};
     int at = 0;
     for (int f = 1; f < num_factors; ++f) {
@@ -72,7 +88,47 @@ static __device__ constexpr Pairs all_pairs() {
     }
     return pairs;
 }
-static __device__ const Pairs pairs = all_pairs();
+static __device__ const Pairs pairs = list_pairs();
+
+// ---- keys ----
+
+// Unsigned integers that hold `Bits` bits.
+template <bool Wide>
+struct KeyType {
+    using type = unsigned;
+};
+template <>
+struct KeyType<true> {
+    using type = unsigned long long;
+};
+template <int Bits>
+using Key = typename KeyType<(Bits > 32)>::type;
+
+// The bits of a floating-point number as an integer that rises with it; NaN as -inf.
+static __device__ __forceinline__ unsigned ordered_bits(unsigned bits, unsigned sign, unsigned infinity) {
+    if ((bits & ~sign) > infinity) bits = sign | infinity;
+    return bits & sign ? ~bits & (sign | (sign - 1)) : bits | sign;
+}
+static __device__ __forceinline__ unsigned ordered(float x) {
+    return ordered_bits(__float_as_uint(x), 0x80000000u, 0x7f800000u);
+}
+static __device__ __forceinline__ unsigned ordered(Bf16 x) {
+    return ordered_bits(x.bits, 0x8000u, 0x7f80u);
+}
+static __device__ __forceinline__ unsigned ordered(Fp16 x) {
+    return ordered_bits(x.bits, 0x8000u, 0x7c00u);
+}
+
+// Ranks of a factor: score, then column.
+static constexpr int column_bits = widest_factor() <= 1 << 8 ? 8
+    : widest_factor() <= 1 << 16                             ? 16
+    : widest_factor() <= 1 << 24                             ? 24
+                                                             : 32;
+static constexpr int factor_bits = 8 * sizeof(SCORE) + column_bits;
+// Ranks of a stage: sum, then i + j <= 255, then i.
+static constexpr int stage_bits = 32 + 16;
+// Order of the output: rising slot, with the place it is selected at.
+static constexpr int slot_bits = (num_slots <= 1 << 24 ? 24 : 32) + 8;
 
 template <class T>
 struct IsBf16 {
@@ -84,86 +140,104 @@ struct IsBf16<Bf16> {
 };
 static constexpr bool rounds_partial_sums = IsBf16<SCORE>::value && num_factors > 2;
 
-using Key = unsigned long long;
-
-// Rises with the score; NaN as -inf.
-static __device__ __forceinline__ unsigned ordered(float score) {
-    const unsigned bits = score != score ? 0xff800000u : __float_as_uint(score);
-    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-
 // What a warp works in.
-struct Scratch {
-    int histogram[256];
-    Key keys[sort_size];
-    float total[selected];      // of the stage before, best first
-    long long slot[selected];   // its slots, in the factors so far
-    float score[least(K, raw_width())];  // of the factor, best first
-    int column[least(K, raw_width())];
-    float next_total[selected];
-    long long next_slot[selected];
+struct __align__(16) Scratch {
+    int histogram[256];  // 0 between uses
+    __align__(8) unsigned char keys[8 * selected];
+    float total[selected];  // of the stage before, best first
+    unsigned slot[selected];
+    float score[selected];  // of the factor, best first
+    int column[selected];
 };
 
-// Puts the `want` largest of the `count` keys key(0) .. key(count - 1) into scratch.keys, largest first.
-template <class KeyOf>
-static __device__ __forceinline__ void select_sorted(Scratch& scratch, int count, int want, const KeyOf& key) {
+// Hands out the `want` largest of the keys key(0) .. key(count - 1), in no order; places beyond them get 0.
+template <int Bits, class KeyOf>
+static __device__ __forceinline__ void select_largest(Scratch& scratch, unsigned count, unsigned want, const KeyOf& key,
+                                                      Key<Bits> (&mine)[lane_keys]) {
     const int lane = threadIdx.x % 32;
-    Key prefix = 0;   // keys whose upper bits equal it are undecided, larger ones are in
-    int shift = 64, missing = want;
-    while (shift > 0 && missing > 0) {
-        shift -= 8;
-        for (int bin = lane; bin < 256; bin += 32) scratch.histogram[bin] = 0;
-        __syncwarp();
-        for (int e = lane; e < count; e += 32) {
-            const Key x = key(e);
-            if (shift == 56 || x >> (shift + 8) == prefix) atomicAdd(scratch.histogram + (x >> shift & 255), 1);
-        }
-        __syncwarp();
-        // Lane l holds bins 255 - 8 l downwards; the bin where the count from above reaches `missing` goes on.
-        int mine[8], sum = 0;
-#pragma unroll
-        for (int b = 0; b < 8; ++b) sum += mine[b] = scratch.histogram[255 - 8 * lane - b];
-        int inclusive = sum;
-#pragma unroll
-        for (int distance = 1; distance < 32; distance *= 2) {
-            const int left = __shfl_up_sync(FULL, inclusive, distance);
-            if (lane >= distance) inclusive += left;
-        }
-        int above = inclusive - sum, bin = -1, taken = 0, size = 0;
-#pragma unroll
-        for (int b = 0; b < 8; ++b) {
-            if (bin < 0 && above + mine[b] >= missing && above < missing) bin = 255 - 8 * lane - b, taken = above, size = mine[b];
-            above += mine[b];
-        }
-        const int owner = __ffs(__ballot_sync(FULL, bin >= 0)) - 1;
-        bin = __shfl_sync(FULL, bin, owner);
-        missing -= __shfl_sync(FULL, taken, owner);
-        size = __shfl_sync(FULL, size, owner);
-        prefix = prefix << 8 | static_cast<unsigned>(bin);
-        if (size == missing) missing = 0;  // the whole bin is in
-        __syncwarp();
-    }
-    int placed = 0;
-    for (int base = 0; base < count; base += 32) {
-        const int e = base + lane;
-        const Key x = e < count ? key(e) : 0;
-        const bool in = e < count && x >> shift >= prefix;
-        const unsigned votes = __ballot_sync(FULL, in);
-        if (in) scratch.keys[placed + __popc(votes & ((1u << lane) - 1))] = x;
-        placed += __popc(votes);
-    }
-    const int size = power_of_two(want);
-    for (int e = want + lane; e < size; e += 32) scratch.keys[e] = 0;
-    __syncwarp();
-    for (int run = 2; run <= size; run *= 2)
-        for (int distance = run / 2; distance > 0; distance /= 2) {
-            for (int pair = lane; pair < size / 2; pair += 32) {
-                const int low = 2 * pair - (pair & (distance - 1)), high = low + distance;
-                const Key a = scratch.keys[low], b = scratch.keys[high];
-                if ((a < b) == ((low & run) == 0)) scratch.keys[low] = b, scratch.keys[high] = a;
+    Key<Bits> prefix = 0;  // of the upper bits; keys above it are in, keys of it are undecided
+    int shift = 0;
+    if (want < count) {
+        shift = Bits;
+        int missing = static_cast<int>(want);  // keys of the prefix that are in
+        int size;                              // keys of the prefix
+        do {
+            shift -= 8;
+            for (unsigned e = lane; e < count; e += 32) {
+                const Key<Bits> x = key(e);
+                if (x >> shift >> 8 == prefix) atomicAdd(scratch.histogram + (x >> shift & 255), 1);
             }
             __syncwarp();
+            // Lane l holds bins 255 - 8 l downwards; the bin where the count from above reaches `missing` goes on.
+            int4* const bins = reinterpret_cast<int4*>(scratch.histogram + 248 - 8 * lane);
+            const int4 low = bins[0], high = bins[1];
+            bins[0] = bins[1] = make_int4(0, 0, 0, 0);
+            const int held[8] = {high.w, high.z, high.y, high.x, low.w, low.z, low.y, low.x};
+            int sum = 0;
+#pragma unroll
+            for (int b = 0; b < 8; ++b) sum += held[b];
+            int inclusive = sum;
+#pragma unroll
+            for (int distance = 1; distance < 32; distance *= 2) {
+                const int left = __shfl_up_sync(FULL, inclusive, distance);
+                if (lane >= distance) inclusive += left;
+            }
+            const int owner = __ffs(__ballot_sync(FULL, inclusive >= missing)) - 1;
+            int above = inclusive - sum, bin = 0, in_bin = 0, over = 0;
+#pragma unroll
+            for (int b = 0; b < 8; ++b) {
+                if (above < missing) bin = 255 - 8 * lane - b, in_bin = held[b], over = above;
+                above += held[b];
+            }
+            bin = __shfl_sync(FULL, bin, owner);
+            size = __shfl_sync(FULL, in_bin, owner);
+            missing -= __shfl_sync(FULL, over, owner);
+            prefix = prefix << 8 | static_cast<unsigned>(bin);
+        } while (size != missing);
+    }
+    Key<Bits>* const keys = reinterpret_cast<Key<Bits>*>(scratch.keys);
+    int placed = 0;
+    for (unsigned base = 0; base < count; base += 32) {
+        const unsigned e = base + lane;
+        const Key<Bits> x = e < count ? key(e) : 0;
+        const bool in = e < count && x >> shift >= prefix;
+        const unsigned votes = __ballot_sync(FULL, in);
+        if (in) keys[placed + __popc(votes & ((1u << lane) - 1))] = x;
+        placed += __popc(votes);
+    }
+    __syncwarp();
+#pragma unroll
+    for (int e = 0; e < lane_keys; ++e) {
+        const unsigned place = 32 * e + lane;
+        mine[e] = place < want ? keys[place] : 0;
+    }
+    __syncwarp();
+}
+
+// Sorts the keys of the warp, largest first.
+template <class T>
+static __device__ __forceinline__ void sort_falling(T (&keys)[lane_keys]) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int run = 2; run <= 32 * lane_keys; run *= 2) {
+#pragma unroll
+        for (int distance = run / 2; distance > 0; distance /= 2) {
+#pragma unroll
+            for (int e = 0; e < lane_keys; ++e) {
+                const bool falling = ((32 * e + lane) & run) == 0;
+                if (distance >= 32) {
+                    const int other = e | distance / 32;
+                    if (e == other) continue;
+                    const T a = keys[e], b = keys[other];
+                    if ((a < b) == falling) keys[e] = b, keys[other] = a;
+                } else {
+                    const T x = keys[e], other = __shfl_xor_sync(FULL, x, distance);
+                    const bool keeps_larger = ((lane & distance) == 0) == falling;
+                    if ((x < other) == keeps_larger) keys[e] = other;
+                }
+            }
         }
+    }
 }
 
 // Reads   raw [rows, sum of widths].
@@ -173,92 +247,148 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     __shared__ Scratch scratches[WARPS];
     Scratch& scratch = scratches[threadIdx.x / 32];
     const int lane = threadIdx.x % 32;
+    for (int bin = lane; bin < 256; bin += 32) scratch.histogram[bin] = 0;
+    __syncwarp();
     for (long long row = blockIdx.x * static_cast<long long>(WARPS) + threadIdx.x / 32; row < rows;
          row += gridDim.x * static_cast<long long>(WARPS)) {
-        const SCORE* factor = raw + row * raw_width();
-        int first_pair = 0;
+        const SCORE* factor = raw + row * row_width();
+        const unsigned char* pair_i = pairs.i;
+        const unsigned char* pair_j = pairs.j;
+        // Of the stage, place 32 e + lane; best first until the last one.
+        float total[lane_keys];
+        unsigned slot[lane_keys];
         for (int f = 0; f < num_factors; ++f) {
             const int width = widths[f], m = least(K, width);
-            select_sorted(scratch, width, m, [&](int column) {
-                return static_cast<Key>(ordered(to_float(factor[column]))) << 32 | static_cast<unsigned>(column);
-            });
-            for (int j = lane; j < m; j += 32) {
-                const int column = static_cast<int>(scratch.keys[j] & 0xffffffffu);
-                (f == 0 ? scratch.total : scratch.score)[j] = to_float(factor[column]);
-                if (f == 0)
-                    scratch.slot[j] = column;
-                else
-                    scratch.column[j] = column;
+            Key<factor_bits> ranks[lane_keys];
+            select_largest<factor_bits>(
+                scratch, width, m,
+                [&](unsigned column) {
+                    return static_cast<Key<factor_bits>>(ordered(factor[column])) << column_bits | column;
+                },
+                ranks);
+            if (num_factors > 1) sort_falling(ranks);
+            if (f > 0) {
+#pragma unroll
+                for (int e = 0; e < lane_keys; ++e) {
+                    const int place = 32 * e + lane;
+                    if (place < kept(f)) {
+                        scratch.total[place] = total[e];
+                        scratch.slot[place] = slot[e];
+                    }
+                }
             }
-            __syncwarp();
+#pragma unroll
+            for (int e = 0; e < lane_keys; ++e) {
+                const int place = 32 * e + lane;
+                if (place >= m) continue;
+                const unsigned column = ranks[e] & (~0u >> (32 - column_bits));
+                const float score = to_float(factor[column]);
+                if (f == 0) {
+                    total[e] = score;
+                    slot[e] = column;
+                } else {
+                    scratch.score[place] = score;
+                    scratch.column[place] = column;
+                }
+            }
             factor += width;
             if (f == 0) continue;
-            const int count = stage_pairs(f), c = kept(f + 1);
-            const unsigned char* const pair_i = pairs.i + first_pair;
-            const unsigned char* const pair_j = pairs.j + first_pair;
-            first_pair += count;
-            select_sorted(scratch, count, c, [&](int e) {
-                const int i = pair_i[e], j = pair_j[e];
-                return static_cast<Key>(ordered(scratch.total[i] + scratch.score[j])) << 32 |
-                       static_cast<unsigned>((i + j) << 8 | i);
-            });
-            for (int r = lane; r < c; r += 32) {
-                const int tie = static_cast<int>(scratch.keys[r] & 0xffffffffu);
-                const int i = tie & 255, j = (tie >> 8) - i;
-                float total = scratch.total[i] + scratch.score[j];
-                if (rounds_partial_sums && f + 1 < num_factors) total = round_to<SCORE>(total);
-                scratch.next_total[r] = total;
-                scratch.next_slot[r] = scratch.slot[i] * width + scratch.column[j];
+            __syncwarp();
+            const int count = pairs_of_stage(f), c = kept(f + 1);
+            Key<stage_bits> best[lane_keys];
+            select_largest<stage_bits>(
+                scratch, count, c,
+                [&](unsigned e) {
+                    const unsigned i = pair_i[e], j = pair_j[e];
+                    const float sum = ptx::add_unflushed(scratch.total[i], scratch.score[j]);
+                    return static_cast<Key<stage_bits>>(ordered(sum)) << 16 | (i + j) << 8 | i;
+                },
+                best);
+            if (f + 1 < num_factors) sort_falling(best);
+#pragma unroll
+            for (int e = 0; e < lane_keys; ++e) {
+                if (32 * e + lane >= c) continue;
+                const unsigned tie = static_cast<unsigned>(best[e]), i = tie & 255, j = (tie >> 8 & 255) - i;
+                total[e] = ptx::add_unflushed(scratch.total[i], scratch.score[j]);
+                if (rounds_partial_sums && f + 1 < num_factors) total[e] = round_to<SCORE>(total[e]);
+                slot[e] = scratch.slot[i] * width + scratch.column[j];
             }
             __syncwarp();
-            for (int r = lane; r < c; r += 32) {
-                scratch.total[r] = scratch.next_total[r];
-                scratch.slot[r] = scratch.next_slot[r];
-            }
-            __syncwarp();
+            pair_i += count;
+            pair_j += count;
         }
-        // Rising slots: the largest of the complements first.
-        select_sorted(scratch, selected, selected,
-                      [&](int r) { return static_cast<Key>(0x7fffffffll - scratch.slot[r]) << 32 | static_cast<unsigned>(r) + 1; });
-        for (int r = lane; r < selected; r += 32) {
-            const int rank = static_cast<int>(scratch.keys[r] & 0xffffffffu) - 1;
-            val[row * selected + r] = from_float<SCORE>(scratch.total[rank]);
-            idx[row * selected + r] = scratch.slot[rank];
+        Key<slot_bits> order[lane_keys];
+#pragma unroll
+        for (int e = 0; e < lane_keys; ++e) {
+            const int place = 32 * e + lane;
+            order[e] = 0;
+            if (place >= selected) continue;
+            scratch.total[place] = total[e];
+            order[e] = static_cast<Key<slot_bits>>(num_slots - 1 - slot[e]) << 8 | place;
+        }
+        sort_falling(order);
+        __syncwarp();
+#pragma unroll
+        for (int e = 0; e < lane_keys; ++e) {
+            const int place = 32 * e + lane;
+            if (place >= selected) continue;
+            val[row * selected + place] = from_float<SCORE>(scratch.total[order[e] & 255]);
+            idx[row * selected + place] = num_slots - 1 - static_cast<long long>(order[e] >> 8);
         }
         __syncwarp();
     }
 }
 
 // Gradient of the scores: grad_raw[column of factor f] = sum of grad_val over the selected slots with that column, in
-// rising order of slots, in float32.
+// rising order of slots, in float32. One warp owns a row.
 //
-// Grid    blocks share the rows.
-// Block   any multiple of 32 threads.
+// Grid    blocks share the rows, WARPS at a time.
+// Block   32 * WARPS threads.
 // Reads   idx, grad_val [rows, min(K, S)].
 // Writes  grad_raw [rows, sum of widths], all of it.
-extern "C" __global__ void topk_backward(const long long* idx, const SCORE* grad_val, SCORE* grad_raw, long long rows) {
-    __shared__ int column_of[num_factors][selected];
-    __shared__ float grad[selected];
-    for (long long row = blockIdx.x; row < rows; row += gridDim.x) {
-        for (int r = threadIdx.x; r < selected; r += blockDim.x) {
-            long long slot = idx[row * selected + r];
-            grad[r] = to_float(grad_val[row * selected + r]);
-            for (int f = num_factors - 1; f >= 0; --f) {
-                column_of[f][r] = static_cast<int>(slot % widths[f]);
-                slot /= widths[f];
-            }
+// Shared  static.
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
+    topk_backward(const long long* idx, const SCORE* grad_val, SCORE* grad_raw, long long rows) {
+    __shared__ float grads[WARPS][selected];
+    __shared__ unsigned columns[WARPS][selected];
+    float* const grad = grads[threadIdx.x / 32];
+    unsigned* const column = columns[threadIdx.x / 32];
+    const int lane = threadIdx.x % 32;
+    for (long long row = blockIdx.x * static_cast<long long>(WARPS) + threadIdx.x / 32; row < rows;
+         row += gridDim.x * static_cast<long long>(WARPS)) {
+        unsigned slot[lane_keys];
+#pragma unroll
+        for (int e = 0; e < lane_keys; ++e) {
+            const int place = 32 * e + lane;
+            if (place >= selected) continue;
+            slot[e] = static_cast<unsigned>(idx[row * selected + place]);
+            grad[place] = to_float(grad_val[row * selected + place]);
         }
-        __syncthreads();
-        int first = 0;
+        SCORE* out = grad_raw + row * row_width();
+#pragma unroll
         for (int f = 0; f < num_factors; ++f) {
-            for (int column = threadIdx.x; column < widths[f]; column += blockDim.x) {
+            const unsigned width = widths[f], stride = static_cast<unsigned>(slots_from(f + 1));
+            for (unsigned c = lane; c < width; c += 32) out[c] = from_float<SCORE>(0.0f);
+#pragma unroll
+            for (int e = 0; e < lane_keys; ++e)
+                if (32 * e + lane < selected) column[32 * e + lane] = slot[e] / stride % width;
+            __syncwarp();
+#pragma unroll
+            for (int e = 0; e < lane_keys; ++e) {
+                const int place = 32 * e + lane;
+                if (place >= selected) continue;
+                const unsigned mine = column[place];
+                bool first = true;
                 float sum = 0.0f;
-                for (int r = 0; r < selected; ++r)
-                    if (column_of[f][r] == column) sum += grad[r];
-                grad_raw[row * raw_width() + first + column] = from_float<SCORE>(sum);
+                for (int other = 0; other < selected; ++other)
+                    if (column[other] == mine) {
+                        first &= other >= place;
+                        sum = ptx::add_unflushed(sum, grad[other]);
+                    }
+                if (first) out[mine] = from_float<SCORE>(sum);
             }
-            first += widths[f];
+            __syncwarp();
+            out += width;
         }
-        __syncthreads();
     }
 }

@@ -196,6 +196,15 @@ __device__ __forceinline__ void mbarrier_wait(unsigned long long* barrier, unsig
         : "memory");
 }
 
+// ---- arithmetic ----
+
+// a + b that keeps subnormal numbers, whatever -ftz says.
+__device__ __forceinline__ float add_unflushed(float a, float b) {
+    float sum;
+    asm("add.rn.f32 %0, %1, %2;" : "=f"(sum) : "f"(a), "f"(b));
+    return sum;
+}
+
 // ---- conversions, to nearest even ----
 
 __device__ __forceinline__ unsigned short bf16_from_float(float x) {

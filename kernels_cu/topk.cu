@@ -104,19 +104,25 @@ struct KeyType<true> {
 template <int Bits>
 using Key = typename KeyType<(Bits > 32)>::type;
 
-// The bits of a floating-point number as an integer that rises with it; NaN as -inf.
-static __device__ __forceinline__ unsigned ordered_bits(unsigned bits, unsigned sign, unsigned infinity) {
+template <class T>
+struct IsBf16 {
+    static constexpr bool value = false;
+};
+template <>
+struct IsBf16<Bf16> {
+    static constexpr bool value = true;
+};
+
+// The bits of a score as an integer that rises with it; NaN as -inf.
+template <class T>
+static __device__ __forceinline__ unsigned ordered(T x) {
+    constexpr bool wide = sizeof(T) == 4;
+    constexpr unsigned sign = wide ? 0x80000000u : 0x8000u, all = sign | (sign - 1);
+    constexpr unsigned infinity = wide ? 0x7f800000u : IsBf16<T>::value ? 0x7f80u : 0x7c00u;
+    unsigned bits = 0;
+    memcpy(&bits, &x, sizeof(T));
     if ((bits & ~sign) > infinity) bits = sign | infinity;
-    return bits & sign ? ~bits & (sign | (sign - 1)) : bits | sign;
-}
-static __device__ __forceinline__ unsigned ordered(float x) {
-    return ordered_bits(__float_as_uint(x), 0x80000000u, 0x7f800000u);
-}
-static __device__ __forceinline__ unsigned ordered(Bf16 x) {
-    return ordered_bits(x.bits, 0x8000u, 0x7f80u);
-}
-static __device__ __forceinline__ unsigned ordered(Fp16 x) {
-    return ordered_bits(x.bits, 0x8000u, 0x7c00u);
+    return bits & sign ? ~bits & all : bits | sign;
 }
 
 // Ranks of a factor: score, then column.
@@ -130,14 +136,6 @@ static constexpr int stage_bits = 32 + 16;
 // Order of the output: rising slot, with the place it is selected at.
 static constexpr int slot_bits = (num_slots <= 1 << 24 ? 24 : 32) + 8;
 
-template <class T>
-struct IsBf16 {
-    static constexpr bool value = false;
-};
-template <>
-struct IsBf16<Bf16> {
-    static constexpr bool value = true;
-};
 static constexpr bool rounds_partial_sums = IsBf16<SCORE>::value && num_factors > 2;
 
 // What a warp works in.

@@ -86,6 +86,12 @@ inline void mbarrier_wait(unsigned long long* barrier, unsigned parity, EMULATOR
     emulator::mbarrier_wait(reinterpret_cast<uint64_t*>(barrier), parity, file, line);
 }
 
+// ---- arithmetic ----
+
+inline float add_unflushed(float a, float b) {
+    return a + b;
+}
+
 // ---- conversions, to nearest even ----
 
 inline unsigned short bf16_from_float(float x) {

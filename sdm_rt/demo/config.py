@@ -38,7 +38,7 @@ class DemoConfig:
         A size is out of range; the message names it.
     """
 
-    steps: int = 400
+    steps: int = 700
     batch: int = 8
     seq_len: int = 128
     dim: int = 128
@@ -47,12 +47,12 @@ class DemoConfig:
     window: int = 32
     sdm_heads: int = 2
     slots: int = 4096
-    writes: int = 8
-    reads: int = 8
-    learning_rate: float = 3e-3
+    writes: int = 4
+    reads: int = 16
+    learning_rate: float = 2e-3
     weight_decay: float = 0.1
     clip: float = 1.0
-    bank_rate: float = 5.0
+    bank_rate: float = 15.0
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from sdm_rt.cpu import topk as definition
 from sdm_rt.ops.checks import BANK_DTYPES, MAX_ENTRIES, check_int
+from sdm_rt.ops.topk_launch import topk_on_gpu
+from sdm_rt.runtime.interop import producer_stream, to_caller, to_tensor
 
 __all__ = ["product_key_topk"]
 
 _MAX_SLOTS = 2**63 - 1
 
 
-def product_key_topk(raw: Tensor, factors: Sequence[int], k: int) -> tuple[Tensor, Tensor]:
+def product_key_topk(raw: Any, factors: Sequence[int], k: int) -> tuple[Any, Any]:
     """Select the ``min(k, S)`` best of S = prod(factors) slots from their factor scores.
 
     Slot (c_0 .. c_{F-1}) is row (..(c_0 n_1 + c_1)..) n_{F-1} + c_{F-1} and scores the sum of its factor
@@ -28,8 +32,9 @@ def product_key_topk(raw: Tensor, factors: Sequence[int], k: int) -> tuple[Tenso
     ----------
     raw : Tensor
         Factor scores, [..., sum(factors)]: the n_0 columns of factor 0, then those of factor 1, and so on.
-        float32, bfloat16, float16 or float64 (float64 scores are selected by their float32 sums, and the
-        values returned are the float64 sums).
+        float32, bfloat16 or float16; on a CPU also float64 (selected by float32 sums, and the values returned
+        are the float64 sums). A CuPy array or another object with ``__dlpack__`` is taken too, without
+        gradients.
     factors : sequence of int
         Factor widths n_0 .. n_{F-1}, each at least 1.
     k : int
@@ -41,16 +46,18 @@ def product_key_topk(raw: Tensor, factors: Sequence[int], k: int) -> tuple[Tenso
         Scores of the selected slots, [..., min(k, S)], in the dtype of ``raw``. Differentiable once: the
         gradient of a score goes to its F columns, summed in at least float32 in a fixed order.
     idx : Tensor
-        The selected slots, int64, [..., min(k, S)], ascending.
+        The selected slots, int64, [..., min(k, S)], ascending. Both are CuPy arrays for a CuPy array.
 
     Raises
     ------
     TypeError
-        If ``raw`` is no tensor of such a dtype, or ``k`` or a factor is no int.
+        If ``raw`` is no array of such a dtype, or ``k`` or a factor is no int.
     ValueError
-        If ``factors``, ``k`` or the width of ``raw`` is out of range.
+        If ``factors``, ``k`` or the width of ``raw`` is out of range; on a GPU also for 2**31 slots and more
+        (`UnsupportedConfigurationError`).
     RuntimeError
-        If ``raw`` is on a GPU.
+        On a GPU: a part of the GPU path is missing (`MissingDependencyError`), a GPU below compute capability
+        8.0, a kernel that would have to be compiled inside a CUDA graph capture.
 
     Notes
     -----
@@ -62,13 +69,17 @@ def product_key_topk(raw: Tensor, factors: Sequence[int], k: int) -> tuple[Tenso
     >>> val, idx
     (tensor([6., 5.]), tensor([0, 3]))
     """
+    if not isinstance(raw, Tensor):
+        with producer_stream(raw):
+            val, idx = product_key_topk(to_tensor(raw, "raw"), factors, k)
+            return to_caller(val, raw), to_caller(idx, raw)
     factors = _checked_factors(factors)
     _check(raw, factors, k)
-    if raw.device.type == "cuda":
-        raise RuntimeError(
-            "product_key_topk: this version has no GPU kernel for the top-k; move raw to the CPU (raw.cpu())"
-        )
-    return definition.product_key_topk(raw, factors, k)
+    if raw.device.type != "cuda":
+        return definition.product_key_topk(raw, factors, k)
+    if raw.dtype == torch.float64:
+        raise TypeError("raw: expected dtype float32, bfloat16 or float16 on a GPU, got float64 (CPU only)")
+    return topk_on_gpu(raw, factors, k)
 
 
 def _checked_factors(factors: Sequence[int]) -> tuple[int, ...]:
@@ -83,8 +94,6 @@ def _checked_factors(factors: Sequence[int]) -> tuple[int, ...]:
 
 
 def _check(raw: Tensor, factors: tuple[int, ...], k: int) -> None:
-    if not isinstance(raw, Tensor):
-        raise TypeError(f"raw: expected a torch.Tensor, got {type(raw).__name__}")
     if raw.dtype not in BANK_DTYPES:
         raise TypeError(f"raw: expected dtype float64, float32, bfloat16 or float16, got {raw.dtype}")
     if raw.dim() < 1 or raw.shape[-1] != sum(factors):

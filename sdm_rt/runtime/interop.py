@@ -16,7 +16,7 @@ from torch.utils.dlpack import from_dlpack
 
 from sdm_rt.runtime.dependencies import load_cupy
 
-__all__ = ["current_stream", "empty_like_caller", "is_cupy", "producer_stream", "to_tensor"]
+__all__ = ["current_stream", "empty_like_caller", "is_cupy", "producer_stream", "to_caller", "to_tensor"]
 
 
 def is_cupy(array: object) -> bool:
@@ -74,6 +74,11 @@ def empty_like_caller(array: Any, shape: tuple[int, ...]) -> Any:
         with array.device:
             return cupy.empty(shape, dtype=array.dtype)
     return to_tensor(array, "memory").new_empty(shape)
+
+
+def to_caller(tensor: Tensor, array: Any) -> Any:
+    """Return ``tensor`` as the kind of array that ``array`` is: CuPy's, sharing its memory, or itself."""
+    return load_cupy().from_dlpack(tensor) if is_cupy(array) else tensor
 
 
 def current_stream(device: int) -> int:

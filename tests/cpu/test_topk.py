@@ -275,9 +275,12 @@ def test_bad_values(shape, factors, k, error, message):
             torch.zeros(2, 8).long(),
             "raw: expected dtype float64, float32, bfloat16 or float16, got torch.int64",
         ),
-        (np.zeros((2, 8)), "raw: expected a torch.Tensor, got ndarray"),
+        (
+            [0.0] * 8,
+            "raw: expected a torch.Tensor, a CuPy array or another object with __dlpack__, got list",
+        ),
     ],
-    ids=["int64", "ndarray"],
+    ids=["int64", "list"],
 )
 def test_bad_types(raw, message):
     with pytest.raises(TypeError) as caught:
@@ -285,11 +288,36 @@ def test_bad_types(raw, message):
     assert str(caught.value) == message
 
 
-def test_a_gpu_tensor_is_refused():
+def test_float64_on_a_gpu_is_refused():
     with FakeTensorMode():
-        raw = torch.empty(2, 8, device="cuda")
-        with pytest.raises(RuntimeError, match=r"no GPU kernel for the top-k; move raw to the CPU"):
+        raw = torch.empty(2, 8, dtype=torch.float64, device="cuda")
+        with pytest.raises(
+            TypeError, match=r"raw: expected dtype float32, bfloat16 or float16 on a GPU, got float64"
+        ):
             product_key_topk(raw, (4, 4), 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+@pytest.mark.parametrize("k", [3, 30])
+def test_shapes_on_a_gpu_are_known_without_one(dtype, k):
+    with FakeTensorMode():
+        val, idx = product_key_topk(torch.empty(3, 7, 9, dtype=dtype, device="cuda"), (4, 5), k)
+    assert (val.shape, val.dtype, val.device.type) == ((3, 7, min(k, 20)), dtype, "cuda")
+    assert (idx.shape, idx.dtype, idx.device.type) == (val.shape, torch.int64, "cuda")
+    # A fake CUDA tensor cannot require grad in a PyTorch without CUDA: the gradient's shape through meta tensors.
+    raw = torch.empty(3, 7, 9, dtype=dtype, device="meta", requires_grad=True)
+    val, idx = torch.ops.sdm_rt.product_key_topk(raw, (4, 5), k)
+    assert not idx.requires_grad
+    (grad,) = torch.autograd.grad(val, raw, torch.empty_like(val))
+    assert (grad.shape, grad.dtype) == (raw.shape, dtype)
+
+
+def test_an_object_with_dlpack_is_taken():
+    raw = scores("ties", 5, 9, torch.float32)
+    val, idx = product_key_topk(raw.numpy(), (4, 5), 6)
+    expected_val, expected_idx = product_key_topk(raw, (4, 5), 6)
+    assert torch.equal(val, expected_val)
+    assert torch.equal(idx, expected_idx)
 
 
 def test_meta_tensors_propagate_shapes():

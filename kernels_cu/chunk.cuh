@@ -32,9 +32,8 @@ static __device__ __forceinline__ Chunk chunk_at(long long n, int P, int T, int 
         length = wide ? ptx::load_readonly(static_cast<const long long*>(lengths) + p)
                       : ptx::load_readonly(static_cast<const int*>(lengths) + p);
     }
-    const long long tokens = length - before, rows = room - before;
-    return Chunk{p, static_cast<int>(tokens < 0 ? 0 : tokens < C ? tokens : C),
-                 static_cast<int>(rows < 0 ? 0 : rows < C ? rows : C), start + before};
+    const auto within = [C](long long count) { return static_cast<int>(count < 0 ? 0 : count < C ? count : C); };
+    return Chunk{p, within(length - before), within(room - before), start + before};
 }
 
 // Chunks of the slab that begins at `slab_step`, of at most `slab_chunks`.

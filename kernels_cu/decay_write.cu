@@ -161,7 +161,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 2)
             const int at = column + l * 32 * VECTOR;
             if (at < D) {
 #if SNAPSHOT == 1
-                ptx::store_global(reinterpret_cast<BankWord*>(static_cast<BANK*>(snapshot) + kept * D + at), held.word[l]);
+                ptx::store_global(reinterpret_cast<BankWord*>(static_cast<BANK*>(snapshot) + kept * D + at),
+                                  held.word[l]);
 #else
                 store_values(static_cast<Bf16*>(snapshot) + kept * D + at, value[l]);
 #endif

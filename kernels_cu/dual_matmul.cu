@@ -21,9 +21,9 @@
 static __device__ __forceinline__ void load_tile(float* tile, const float* matrix, int row, int column, int C) {
     for (int cell = threadIdx.x; cell < TILE * TILE; cell += THREADS) {
         const int r = cell / TILE, c = cell % TILE;
-        tile[r * (TILE + 1) + c] =
-            row + r < C && column + c < C ? ptx::load_readonly(matrix + static_cast<long long>(row + r) * C + column + c)
-                                          : 0.0f;
+        tile[r * (TILE + 1) + c] = row + r < C && column + c < C
+            ? ptx::load_readonly(matrix + static_cast<long long>(row + r) * C + column + c)
+            : 0.0f;
     }
 }
 
@@ -38,10 +38,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     dual_matmul(const float* residual, const float* inter, const float* x, const float* qx, const float* a,
                 const float* strength, const void* lengths, const void* cu_seqlens, float* delta, BANK* readings,
                 float* err, int step, int slab_step, int P, int T, int C, int D, int wide) {
-    float4* const u = ptx::dynamic_shared<float4>();                              // [C, COLUMNS / 4]
-    float4* const change = u + SAVE * C * (COLUMNS / 4);                          // [C, COLUMNS / 4], delta (SAVE)
-    float* const tile_x = reinterpret_cast<float*>(change + C * (COLUMNS / 4));   // [TILE, TILE + 1]
-    float* const tile_qx = tile_x + TILE * (TILE + 1);                            // [TILE, TILE + 1]
+    float4* const u = ptx::dynamic_shared<float4>();                             // [C, COLUMNS / 4]
+    float4* const change = u + SAVE * C * (COLUMNS / 4);                         // [C, COLUMNS / 4], delta (SAVE)
+    float* const tile_x = reinterpret_cast<float*>(change + C * (COLUMNS / 4));  // [TILE, TILE + 1]
+    float* const tile_qx = tile_x + TILE * (TILE + 1);                           // [TILE, TILE + 1]
     const int p = blockIdx.x, slice = blockIdx.y * COLUMNS;
     const int r = threadIdx.x / (COLUMNS / 4), group = threadIdx.x % (COLUMNS / 4);
     const long long n = static_cast<long long>(step - slab_step) * P + p;
@@ -112,7 +112,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         for (int c = 0; c < 4; ++c) {
             const int column = slice + group * 4 + c;
             if (column >= D) break;
-            err[((static_cast<long long>(step) * P + p) * C + i) * D + column] = residual[(rows + i) * D + column] - sum_of[c];
+            err[((static_cast<long long>(step) * P + p) * C + i) * D + column] =
+                residual[(rows + i) * D + column] - sum_of[c];
         }
     }
 #endif

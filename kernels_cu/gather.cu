@@ -23,8 +23,8 @@ using BankWord = Word<BANK, VECTOR>;
 extern "C" __global__ void __launch_bounds__(MAX_THREADS)
     gather(const BANK* memory, const INDEX* k_idx, const INDEX* q_idx, const BANK* v, const float* k_eff,
            const float* q_w, const void* lengths, const void* cu_seqlens, float* residual, float* inter,
-           long long row_stride, int step, int slab_step, int P, int T, int C, int W, int R, int S,
-           int D, int shared_bank, int wide) {
+           long long row_stride, int step, int slab_step, int P, int T, int C, int W, int R, int S, int D,
+           int shared_bank, int wide) {
     const bool query = blockIdx.z & 1;
     const int p = blockIdx.y, i = blockIdx.x;
     const int lanes = query ? R : W;
@@ -32,16 +32,17 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS)
     const int thread = threadIdx.y * blockDim.x + threadIdx.x, threads = blockDim.x * GROUPS;
     const int slice = (blockIdx.z >> 1) * columns, column = slice + threadIdx.x * VECTOR;
 
-    long long* const offset = ptx::dynamic_shared<long long>();             // [lanes], -1 where absent
-    float* const weight = reinterpret_cast<float*>(offset + max(W, R));     // [lanes]
-    float* const partial = weight + max(W, R);                              // [GROUPS, columns]
+    long long* const offset = ptx::dynamic_shared<long long>();          // [lanes], -1 where absent
+    float* const weight = reinterpret_cast<float*>(offset + max(W, R));  // [lanes]
+    float* const partial = weight + max(W, R);                           // [GROUPS, columns]
 
     const Chunk chunk = chunk_at(static_cast<long long>(step) * P + p, P, T, C, lengths, cu_seqlens, wide);
     const bool padding = i >= chunk.tokens;
     if (!padding) {
         const long long row = (chunk.first_row + i) * lanes;
         const long long first_slot = shared_bank ? 0 : static_cast<long long>(p) * S;
-        const float* const weights = (query ? q_w : k_eff) + (static_cast<long long>(step - slab_step) * P * C + p * C + i) * lanes;
+        const float* const weights =
+            (query ? q_w : k_eff) + (static_cast<long long>(step - slab_step) * P * C + p * C + i) * lanes;
         const INDEX* const index = (query ? q_idx : k_idx) + row;
         for (int n = thread; n < lanes; n += threads) {
             const long long slot = slot_within(ptx::load_readonly(index + n), first_slot, S);

@@ -84,7 +84,7 @@ struct WordOf<16> {
 };
 // The word that holds N values of type T.
 template <class T, int N>
-using Word = typename WordOf<N * static_cast<int>(sizeof(T))>::type;
+using Word = typename WordOf<static_cast<int>(sizeof(T)) * N>::type;
 
 template <class T, int N>
 __device__ __forceinline__ void unpack(const Word<T, N>& word, float (&x)[N]) {

@@ -20,8 +20,8 @@
 
 extern "C" __global__ void __launch_bounds__(BAND)
     phase1_gram(const Partners* partners, const WriteEntry* write_entries, const BANK* k_val, const BANK* q_val,
-                const void* lengths, const void* cu_seqlens, float* a, float* qk, int slab_step, int P, int T,
-                int C, int W, int R, int wide) {
+                const void* lengths, const void* cu_seqlens, float* a, float* qk, int slab_step, int P, int T, int C,
+                int W, int R, int wide) {
     float* const band = ptx::dynamic_shared<float>();  // [BAND, C + 1]
     const long long n = blockIdx.x;
     if (n >= chunks_of_slab(slab_step, gridDim.x, P, T, C)) return;

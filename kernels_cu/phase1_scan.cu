@@ -80,8 +80,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 const float* g, const float* beta, const void* lengths, const void* cu_seqlens, float* log_k,
                 float* log_q, float* rex, float* cpe, float* k_eff, float* q_w, unsigned char* flags, float* strength,
                 WriteEntry* write_entries, WriteTerm* write_terms, Partners* partners, SlotRecord* slots,
-                int* slot_count, int2* places, LogDecay* totals, unsigned long long* repeats, int slab_step,
-                int P, int T, int C, int W, int R, int S, int gates, int shared_bank, int wide) {
+                int* slot_count, int2* places, LogDecay* totals, unsigned long long* repeats, int slab_step, int P,
+                int T, int C, int W, int R, int S, int gates, int shared_bank, int wide) {
     __shared__ Run run_sums[WARPS];
     __shared__ Run run_carry;
     __shared__ Counts count_sums[WARPS];
@@ -176,9 +176,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             const bool last = base + i + 1 == entries || !(code[i + 1] & IS_VALID) || (code[i + 1] & IS_HEAD);
             if (last && step[i].writes > 0) {
                 const long long index = query ? q_idx[row * R + lane] : k_idx[row * W + lane];
-                slots[slot_base + count.slots - 1] =
-                    SlotRecord{static_cast<int>(index - first_slot), count.writes - step[i].writes, step[i].writes,
-                               exp_of(l)};
+                slots[slot_base + count.slots - 1] = SlotRecord{
+                    static_cast<int>(index - first_slot), count.writes - step[i].writes, step[i].writes, exp_of(l)};
                 totals[slot_base + count.slots - 1] = l;
             }
         }
@@ -198,7 +197,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         if (cpe == nullptr && flags == nullptr) continue;
         const SlotRecord slot = slots[slot_base + place.y];
         if (cpe != nullptr) cpe[at] = slot.cpe;
-        if (flags != nullptr)
-            flags[at] = (k == slot.first + slot.count - 1 ? 1 : 0) | (slot.count == 1 ? 2 : 0);
+        if (flags != nullptr) flags[at] = (k == slot.first + slot.count - 1 ? 1 : 0) | (slot.count == 1 ? 2 : 0);
     }
 }

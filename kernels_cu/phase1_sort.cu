@@ -81,8 +81,8 @@ static __device__ __forceinline__ void scan_counters(int* counters, int* warp_su
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     phase1_sort(const INDEX* k_idx, const INDEX* q_idx, const void* lengths, const void* cu_seqlens, Item* sort_scratch,
-                int* payload, int slab_step, int slab_chunks, int P, int T, int C, int W, int R, int S,
-                int shared_bank, int wide, int digit_bits, int passes) {
+                int* payload, int slab_step, int slab_chunks, int P, int T, int C, int W, int R, int S, int shared_bank,
+                int wide, int digit_bits, int passes) {
     __shared__ int counters[COUNTERS];  // [digit][warp]
     __shared__ int warp_sums[WARPS];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
@@ -94,7 +94,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
     const int chunks = static_cast<int>(chunks_of_slab(slab_step, slab_chunks, P, T, C));
     for (int n = blockIdx.x; n < chunks; n += gridDim.x) {
-        Source source{k_idx, q_idx, 0, chunk_at(static_cast<long long>(slab_step) * P + n, P, T, C, lengths, cu_seqlens, wide), W, R, S};
+        const Chunk chunk = chunk_at(static_cast<long long>(slab_step) * P + n, P, T, C, lengths, cu_seqlens, wide);
+        Source source{k_idx, q_idx, 0, chunk, W, R, S};
         if (!shared_bank) source.first_slot = static_cast<long long>(source.chunk.stream) * S;
         int count = entries;  // of the pass; after the first, the valid entries
         for (int pass = 0; pass < passes; ++pass) {
@@ -107,8 +108,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             __syncthreads();
             for (int e = begin + lane; e < end; e += 32) {
                 const Item item = pass == 0 ? source.item(e) : from[e];
-                const unsigned digit =
-                    item.entry & IS_VALID ? item.slot >> (pass * digit_bits) & digit_mask : static_cast<unsigned>(ABSENT);
+                const unsigned digit = item.entry & IS_VALID ? item.slot >> (pass * digit_bits) & digit_mask
+                                                             : static_cast<unsigned>(ABSENT);
                 atomicAdd(counters + digit * WARPS + warp, 1);
             }
             __syncthreads();

@@ -25,7 +25,8 @@ static __device__ __forceinline__ void add_product(float (&sum)[4], float factor
 }
 
 // Copies rows first .. first + TILE of a [C, C] matrix, columns begin .. end, to shared memory with row stride C + 1.
-static __device__ __forceinline__ void load_rows(float* tile, const float* matrix, int first, int begin, int end, int C) {
+static __device__ __forceinline__ void load_rows(float* tile, const float* matrix, int first, int begin, int end,
+                                                 int C) {
     for (int r = threadIdx.x / 32; r < TILE && first + r < C; r += THREADS / 32)
         for (int j = begin + threadIdx.x % 32; j < end; j += 32)
             tile[r * (C + 1) + j] = ptx::load_readonly(matrix + static_cast<long long>(first + r) * C + j);
@@ -50,7 +51,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             load_rows(tile, a, first, begin, end, C);
             __syncthreads();
             if (i < C)
-                for (int j = begin; j < first; ++j) add_product(sum, tile[r * (C + 1) + j], panel_rows[j * (PANEL / 4)]);
+                for (int j = begin; j < first; ++j)
+                    add_product(sum, tile[r * (C + 1) + j], panel_rows[j * (PANEL / 4)]);
             // Inside the tile a row waits for the ones above it.
             for (int row = 0; first + row < end; ++row) {
                 if (r == row) {
@@ -64,7 +66,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 }
                 __syncthreads();
                 const int j = first + row;
-                if (r > row && i < C && j >= begin) add_product(sum, tile[r * (C + 1) + j], panel_rows[j * (PANEL / 4)]);
+                if (r > row && i < C && j >= begin)
+                    add_product(sum, tile[r * (C + 1) + j], panel_rows[j * (PANEL / 4)]);
             }
         } else if (i < C) {
             reinterpret_cast<float4*>(panel)[i * (PANEL / 4) + group / 4] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);

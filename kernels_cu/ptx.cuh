@@ -51,6 +51,12 @@ __device__ __forceinline__ unsigned short load_readonly(const unsigned short* p)
     asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(x) : "l"(p));
     return x;
 }
+// In the low half of a word, the high half being 0: nothing waits for the load to extend it.
+__device__ __forceinline__ unsigned load_readonly_extended(const unsigned short* p) {
+    unsigned x;
+    asm volatile("ld.global.nc.u16 %0, [%1];" : "=r"(x) : "l"(p));
+    return x;
+}
 __device__ __forceinline__ unsigned load_readonly(const unsigned* p) {
     unsigned x;
     asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(x) : "l"(p));
@@ -105,6 +111,27 @@ __device__ __forceinline__ uint4 load_global(const uint4* p) {
                  : "l"(p)
                  : "memory");
     return x;
+}
+// Leaves `x` as it is where it is not needed; no branch, so that loads after it do not wait for it.
+__device__ __forceinline__ void load_global_if(bool needed, const unsigned short* p, unsigned short& x) {
+    asm volatile("{\n\t.reg .pred needed;\n\tsetp.ne.u32 needed, %2, 0;\n\t@needed ld.global.cg.u16 %0, [%1];\n\t}"
+                 : "+h"(x)
+                 : "l"(p), "r"(static_cast<unsigned>(needed))
+                 : "memory");
+}
+__device__ __forceinline__ void load_global_if(bool needed, const unsigned* p, unsigned& x) {
+    asm volatile("{\n\t.reg .pred needed;\n\tsetp.ne.u32 needed, %2, 0;\n\t@needed ld.global.cg.u32 %0, [%1];\n\t}"
+                 : "+r"(x)
+                 : "l"(p), "r"(static_cast<unsigned>(needed))
+                 : "memory");
+}
+__device__ __forceinline__ void load_global_if(bool needed, const uint4* p, uint4& x) {
+    asm volatile(
+        "{\n\t.reg .pred needed;\n\tsetp.ne.u32 needed, %5, 0;\n\t"
+        "@needed ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];\n\t}"
+        : "+r"(x.x), "+r"(x.y), "+r"(x.z), "+r"(x.w)
+        : "l"(p), "r"(static_cast<unsigned>(needed))
+        : "memory");
 }
 __device__ __forceinline__ void store_global(unsigned short* p, unsigned short x) {
     asm volatile("st.global.u16 [%0], %1;" ::"l"(p), "h"(x) : "memory");

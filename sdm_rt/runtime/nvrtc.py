@@ -6,6 +6,7 @@ The options are those that CuPy passes for the same kernel at run time, so both 
 from __future__ import annotations
 
 import re
+import struct
 from dataclasses import dataclass
 
 from sdm_rt.errors import KernelCompileError, MissingDependencyError
@@ -145,9 +146,15 @@ def compile_source(text: str, target: str, name: str, extra_options: tuple[str, 
         log = nvrtc.getProgramLog(program)
         ptx = nvrtc.getPTX(program)
         ptx = ptx.decode() if isinstance(ptx, bytes) else ptx
-        return Compiled(cubin=nvrtc.getCUBIN(program), ptx=ptx, log=log)
+        return Compiled(cubin=_whole(nvrtc.getCUBIN(program)), ptx=ptx, log=log)
     finally:
         nvrtc.destroyProgram(program)
+
+
+def _whole(cubin: bytes) -> bytes:
+    """Return machine code with its last byte, which CuPy takes for the end of a string."""
+    headers_at, size, count = struct.unpack_from("<Q", cubin, 32) + struct.unpack_from("<HH", cubin, 54)
+    return cubin + bytes(max(headers_at + size * count - len(cubin), 0))
 
 
 def kernel_figures(text: str, target: str, name: str) -> dict[str, KernelFigures]:

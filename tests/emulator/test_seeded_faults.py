@@ -14,14 +14,8 @@ import pytest
 import torch
 
 from sdm_rt.plan.device import preset
-from tests.emulator.harness import (
-    KERNELS_CU,
-    PARALLEL_BUILDS,
-    TEST_KERNELS,
-    EmulatorError,
-    Replacement,
-    require,
-)
+from tests.emulator.build import KERNELS_CU, PARALLEL_BUILDS, TEST_KERNELS, Replacement, require
+from tests.emulator.harness import EmulatorError
 from tests.emulator.own_kernels import exchange_launch, make_rows, run_rows, scan_launch
 from tests.kernels.decode import decode_on_emulator, decode_oracle
 from tests.problems import make_problem
@@ -120,16 +114,18 @@ FAULTS = [
           "            ptx::mbarrier_arrive(&arrived, threadIdx.x);\n"
           "            *ptx::map_shared(partial + parity * size + rank, threadIdx.x) = total;\n"),
     Fault("decode.cu", "row bound off by one", ("bounds",), "slot < slots ?", "slot <= slots ?"),
-    Fault("decode.cu", "wrong group in the tree of sums", ("unwritten", "bounds", VALUES), "partial + Count / 2 * columns, columns",
-          "partial + Count * columns, columns"),
+    Fault("decode.cu", "wrong group in the tree of sums", ("unwritten", "bounds", VALUES), "(partial + Count / 2)", "(partial + Count)"),
     Fault("decode.cu", "unwritten output row", ("unwritten",), "        if (sums_column) y[summed] = from_float<BANK>(0.0f);\n", ""),
     Fault("decode.cu", "shared memory 4 bytes short", ("bounds",), missing_bytes=4),
     Fault("decode.cu", "shared memory 4 bytes long", ("shared",), missing_bytes=-4),
-    Fault("decode.cu", "padding mask skipped", ("bounds", "unwritten", VALUES), "        if (n >= W) continue;\n", ""),
+    Fault("decode.cu", "padding mask skipped", ("bounds", "unwritten", VALUES), "inside && group + i * GROUPS < W ?", "inside ?"),
     Fault("decode.cu", "stream length ignored", (VALUES,), "LENGTHS_WIDE) <= 0", "LENGTHS_WIDE) < 0"),
     Fault("decode.cu", "griddepcontrol.wait missing", ("pdl",), "    ptx::pdl_wait();\n", ""),
-    Fault("decode.cu", "repeated slot decays twice", (VALUES, "race"), "if (first != lane) k_decay[lane] = -1.0f;", ""),
-    Fault("decode.cu", "read before the write", (VALUES,), "first < W;", "false;"),
+    Fault("decode.cu", "repeated slot decays twice", (VALUES, "race"), "owner == lane ? exp_decay(k_decay[lane]) : -1.0f",
+          "exp_decay(k_decay[lane])"),
+    Fault("decode.cu", "weights of a repeated slot not added", (VALUES,), "if (k_slot[n] == k_slot[lane]) weight",
+          "if (n == lane) weight"),
+    Fault("decode.cu", "read before the write", (VALUES,), "owner < W;", "false;"),
 ]  # fmt: skip
 
 

@@ -27,10 +27,17 @@ inline T load_readonly(const T* p) {
     emulator::readonly_access(p, sizeof(T));
     return *p;
 }
+inline unsigned load_readonly_extended(const unsigned short* p) {
+    return load_readonly(p);
+}
 template <class T>
 inline T load_global(const T* p) {
     emulator::check_aligned(p, sizeof(T));
     return *p;
+}
+template <class T>
+inline void load_global_if(bool needed, const T* p, T& x) {
+    if (needed) x = load_global(p);
 }
 template <class T>
 inline void store_global(T* p, const T& x) {

@@ -38,7 +38,7 @@ class DemoConfig:
         A size is out of range; the message names it.
     """
 
-    steps: int = 700
+    steps: int = 600
     batch: int = 8
     seq_len: int = 128
     dim: int = 128

@@ -33,7 +33,7 @@ __all__ = [
     "train",
 ]
 
-EVALUATIONS = 8
+EVALUATIONS = 6
 
 
 class StoppedError(Exception):
@@ -201,6 +201,7 @@ def train(run: TrainingRun, windows: Tensor, path: Path, progress: Progress, sto
     """
     steps, history = run.config.steps, run.history
     first, seconds_before = run.step, history.seconds
+    interval = math.ceil(steps / EVALUATIONS)
 
     def evaluate() -> None:
         bits = bits_per_byte(run.model, windows, run.config.batch)
@@ -215,7 +216,7 @@ def train(run: TrainingRun, windows: Tensor, path: Path, progress: Progress, sto
         loss = run.advance()
         tokens = (run.step - first) * run.config.batch * run.config.seq_len
         progress.step(loss, tokens / (history.seconds - seconds_before))
-        if run.step % max(1, steps // EVALUATIONS) == 0 or run.step == steps:
+        if run.step % interval == 0 or run.step == steps:
             evaluate()
         if stop.requested and run.step < steps:
             run.save(path)

@@ -57,9 +57,8 @@ static __device__ __forceinline__ long long integer(RawInteger raw, int dtypes, 
     return static_cast<long long>(static_cast<unsigned long long>(raw.high) << 32 | raw.low);
 }
 
-// What the lanes `lane` of the writes and of the reads are given.
+// The values of one write lane and of one read lane.
 struct RawLane {
-    RawInteger k_index, q_index;
     unsigned k_value, gate, q_value;
 };
 
@@ -129,10 +128,9 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, RESIDENT_BLOCKS)
         q_row_index[i] = load_integer(q_idx, p * R + min(group + i * GROUPS, R - 1), dtypes, Q_IDX_WIDE);
 
     const auto load_lane = [&](int lane) -> RawLane {
-        const long long n = p * W + min(lane, W - 1), m = p * R + min(lane, R - 1);
-        return {load_integer(k_idx, n, dtypes, K_IDX_WIDE), load_integer(q_idx, m, dtypes, Q_IDX_WIDE),
-                load_real(k_val, n, dtypes, K_VAL_DTYPE), load_real(g, gates == 1 ? p : n, dtypes, G_DTYPE),
-                load_real(q_val, m, dtypes, Q_VAL_DTYPE)};
+        const long long n = p * W + min(lane, W - 1);
+        return {load_real(k_val, n, dtypes, K_VAL_DTYPE), load_real(g, gates == 1 ? p : n, dtypes, G_DTYPE),
+                load_real(q_val, p * R + min(lane, R - 1), dtypes, Q_VAL_DTYPE)};
     };
     const RawLane first_lane = load_lane(thread);
     const RawInteger length = load_integer(lengths != nullptr ? lengths : k_idx, p, dtypes, LENGTHS_WIDE);
@@ -166,20 +164,23 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, RESIDENT_BLOCKS)
     const unsigned raw_beta = load_real(beta, p, dtypes, BETA_DTYPE);
 
     // Meanwhile: slots, weights and gates of all lanes into shared memory.
+    if (threadIdx.x == 0) {
+#pragma unroll
+        for (int i = 0; i < K_ROWS; ++i)
+            if (group + i * GROUPS < W4) k_slot[group + i * GROUPS] = k_mine[i];
+#pragma unroll
+        for (int i = 0; i < Q_ROWS; ++i)
+            if (group + i * GROUPS < R) q_written[group + i * GROUPS] = q_mine[i];
+    }
     const auto store_lane = [&](int lane, const RawLane& raw) {
-        // Lanes W..W4 repeat the slot of lane W - 1, whose owner is below W all the same.
-        if (lane < W4) k_slot[lane] = slot_of(integer(raw.k_index, dtypes, K_IDX_WIDE), first_row, S);
         if (lane < W) {
             k_value[lane] = round_to<BANK>(real(raw.k_value, dtypes, K_VAL_DTYPE));
             k_decay[lane] = real(raw.gate, dtypes, G_DTYPE);
         }
-        if (lane < R) {
-            q_written[lane] = slot_of(integer(raw.q_index, dtypes, Q_IDX_WIDE), first_row, S);
-            q_value[lane] = round_to<BANK>(real(raw.q_value, dtypes, Q_VAL_DTYPE));
-        }
+        if (lane < R) q_value[lane] = round_to<BANK>(real(raw.q_value, dtypes, Q_VAL_DTYPE));
     };
     store_lane(thread, first_lane);
-    for (int lane = thread + threads; lane < max(W4, R4); lane += threads) store_lane(lane, load_lane(lane));
+    for (int lane = thread + threads; lane < max(W, R); lane += threads) store_lane(lane, load_lane(lane));
     __syncthreads();
 
     // The first of a slot's write lanes writes for all of them. A read slot is written by this token or not.

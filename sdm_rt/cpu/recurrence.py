@@ -153,6 +153,14 @@ class _Slab:
         """Lanes that repeat a slot of their token."""
         return int((~self.owner).sum())
 
+    @property
+    def reads_are_distinct(self) -> bool:
+        """Whether no row is read twice at one position, over all streams."""
+        positions = torch.arange(len(self.counts), device=self.q_idx.device)
+        position = positions.repeat_interleave(torch.tensor(self.counts, device=self.q_idx.device))
+        reads = (position.unsqueeze(1) * (self.q_idx.max() + 1) + self.q_idx).flatten().sort().values
+        return not bool((reads[1:] == reads[:-1]).any())
+
 
 def _resolve_repeats(k_idx: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return (weight of each lane's slot, gate of each lane's slot, whether the lane is its slot's first)."""
@@ -300,6 +308,8 @@ def retreat(
     )
     end = saved.error.shape[0]
     for slab in _slabs(bank, tokens, streams, backwards=True):
+        # index_add_ wakes every thread for a few rows, which takes milliseconds where cores are busy.
+        distinct = slab.reads_are_distinct
         errors = saved.error[end - len(slab.rows) : end]
         pieces = []
         steps = slab.steps(
@@ -317,7 +327,11 @@ def retreat(
             k_idx, q_idx = k_idx.reshape(-1), q_idx.reshape(-1)
             read = bank.index_select(0, q_idx).view(-1, reads, columns)
             grad_q = (read * grad_y).sum(dim=2)
-            grad_bank.index_add_(0, q_idx, (q * grad_y).view(-1, columns))
+            grad_read = (q * grad_y).view(-1, columns)
+            if distinct:
+                grad_bank.index_copy_(0, q_idx, grad_bank.index_select(0, q_idx).add_(grad_read))
+            else:
+                grad_bank.index_add_(0, q_idx, grad_read)
             grad_after = grad_bank.index_select(0, k_idx).view(-1, writes, columns)
             grad_delta = (k * grad_after).sum(dim=1)
             grad_v = (beta * grad_delta).unsqueeze(1)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
+from sdm_rt.errors import MissingDependencyError
 from sdm_rt.runtime.dependencies import load_cupy
 
 __all__ = ["current_stream", "empty_like_caller", "is_cupy", "producer_stream", "to_caller", "to_tensor"]
@@ -56,6 +57,11 @@ def producer_stream(array: object) -> Iterator[None]:
     if not is_cupy(array):
         yield
         return
+    if not torch.cuda.is_available():
+        raise MissingDependencyError(
+            "CuPy arrays are worked on through PyTorch, and this PyTorch finds no GPU "
+            "(torch.cuda.is_available() is False); install a CUDA build of torch"
+        )
     cupy = load_cupy()
     device = int(array.device.id)  # type: ignore[attr-defined]
     with cupy.cuda.Device(device):

@@ -1,0 +1,102 @@
+"""Arrays at the border of an op, as far as a machine without a GPU can show; tests/gpu has the rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sdm_rt import sdm_decode_step
+from sdm_rt.errors import MissingDependencyError
+from sdm_rt.runtime import interop
+from sdm_rt.runtime.interop import is_cupy, producer_stream, to_tensor
+from tests.problems import make_problem
+from tests.tolerances import assert_same_bits
+
+
+class Foreign:
+    """DLPack and nothing else."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._tensor.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self._tensor.__dlpack_device__()
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64]
+)
+def test_a_shared_tensor_has_the_same_memory_and_dtype(dtype: torch.dtype) -> None:
+    tensor = torch.arange(6).view(2, 3).to(dtype)
+    shared = to_tensor(Foreign(tensor), "x")
+    assert shared.data_ptr() == tensor.data_ptr()
+    assert_same_bits("shared", shared, tensor)
+
+
+@pytest.mark.parametrize("view", ["zero-size", "transposed", "strided", "offset"])
+def test_layouts_survive(view: str) -> None:
+    base = torch.arange(24.0).view(4, 6)
+    layouts = {
+        "zero-size": base[:0],
+        "transposed": base.T,
+        "strided": base[::2, 1::2],
+        "offset": base[1:, 1:],
+    }
+    tensor = layouts[view]
+    shared = to_tensor(Foreign(tensor), "x")
+    assert shared.shape == tensor.shape
+    if tensor.numel():
+        assert shared.stride() == tensor.stride()
+    assert_same_bits("shared", shared, tensor)
+
+
+def test_a_tensor_is_taken_as_it_is() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    assert to_tensor(parameter, "x") is parameter
+
+
+@pytest.mark.parametrize("array", [[1.0, 2.0], 3, None, "text"])
+def test_anything_else_is_refused_by_name(array: object) -> None:
+    with pytest.raises(TypeError, match=rf"k_val: expected .* got {type(array).__name__}"):
+        to_tensor(array, "k_val")
+
+
+def test_an_array_that_cannot_be_shared_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match="v: ndarray cannot be shared through DLPack"):
+        to_tensor(np.array(["text"]), "v")
+
+
+def test_decode_on_numpy_and_foreign_arrays() -> None:
+    problem = make_problem(2, 1, 5, 4, 6, 8).cast(torch.float32)
+    token = {name: x[:, 0] for name, x in problem.inputs().items()}
+    bank = problem.memory.clone()
+    want = sdm_decode_step(bank, **token)
+    numpy_bank = problem.memory.clone().numpy()
+    got = sdm_decode_step(numpy_bank, **{name: x.numpy() for name, x in token.items()})
+    assert isinstance(got, torch.Tensor)
+    assert_same_bits("readings", got, want)
+    assert_same_bits("bank", torch.from_numpy(numpy_bank), bank)
+    foreign_bank = problem.memory.clone()
+    got = sdm_decode_step(Foreign(foreign_bank), **{name: Foreign(x) for name, x in token.items()})
+    assert_same_bits("readings", got, want)
+    assert_same_bits("bank", foreign_bank, bank)
+
+
+def test_cupy_arrays_are_recognised_without_importing_cupy() -> None:
+    array = type("ndarray", (Foreign,), {"__module__": "cupy"})(torch.ones(1))
+    assert is_cupy(array)
+    assert not is_cupy(Foreign(torch.ones(1)))
+    assert not is_cupy(torch.ones(1))
+
+
+def test_cupy_beside_a_torch_without_a_gpu_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(interop, "is_cupy", lambda array: True)
+    with pytest.raises(MissingDependencyError, match="CUDA build of torch"), producer_stream(object()):
+        pass

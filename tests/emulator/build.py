@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,6 +37,7 @@ __all__ = [
     "require",
     "runner",
     "unavailable_reason",
+    "without_pdl",
 ]
 
 HERE = Path(__file__).resolve().parent
@@ -177,7 +178,7 @@ def runner(kind: BuildKind) -> Path:
 
 
 def kernel_sources(spec: KernelSpec, replacements: Sequence[Replacement] = ()) -> dict[str, str]:
-    """Return the files of a translation unit by name: the kernel's, and all headers of kernels_cu but ptx.cuh.
+    """Return a translation unit's files by name: the kernel's, and all headers of kernels_cu but ptx.cuh.
 
     Raises
     ------
@@ -193,6 +194,11 @@ def kernel_sources(spec: KernelSpec, replacements: Sequence[Replacement] = ()) -
     return {name: f'#line 1 "{name}"\n{text}' for name, text in files.items()}
 
 
+def without_pdl(spec: KernelSpec) -> KernelSpec:
+    """Return the specification without the macros of PDL: those with one result share a library."""
+    return replace(spec, defines=tuple(define for define in spec.defines if define[0] not in PDL_MACROS))
+
+
 def library(spec: KernelSpec, kind: BuildKind, replacements: Sequence[Replacement] = ()) -> Path:
     """Build the kernels of a specification as a shared library."""
     entries = "".join(f'    emulator::Invoker<{entry}>::entry("{entry}"),\n' for entry in spec.entries)
@@ -204,8 +210,7 @@ def library(spec: KernelSpec, kind: BuildKind, replacements: Sequence[Replacemen
     )
     files = {**kernel_sources(spec, replacements), "unit.cpp": unit}
     include = _texts(INCLUDE, "*")
-    options = [f"-D{name}={value}" for name, value in spec.defines if name not in PDL_MACROS]
-    flags = (*COMMON_FLAGS, *DIALECT_FLAGS, *KERNEL_FLAGS[kind], *options)
+    flags = (*COMMON_FLAGS, *DIALECT_FLAGS, *KERNEL_FLAGS[kind], *without_pdl(spec).options)
     key = _digest([*flags, *map(str, sorted(files.items())), *map(str, sorted(include.items()))])
     commands = [
         [str(compiler()), *flags, "-I.", f"-I{INCLUDE}", "-c", "unit.cpp", "-o", "unit.o"],
@@ -214,13 +219,11 @@ def library(spec: KernelSpec, kind: BuildKind, replacements: Sequence[Replacemen
     return _build(key, "kernels.so", files, commands)
 
 
-def prepare(specs: Iterable[KernelSpec]) -> None:
+def prepare(specs: Iterable[KernelSpec], builds: Sequence[BuildKind] = BUILDS) -> None:
     """Build runners and kernels ahead of their use, two at a time."""
-    plain = (
-        KernelSpec(s.file, s.entries, tuple(d for d in s.defines if d[0] not in PDL_MACROS)) for s in specs
-    )
+    plain = map(without_pdl, specs)
     with ThreadPoolExecutor(PARALLEL_BUILDS) as pool:
-        jobs = [pool.submit(runner, kind) for kind in BUILDS]
-        jobs += [pool.submit(library, spec, kind) for spec in dict.fromkeys(plain) for kind in BUILDS]
+        jobs = [pool.submit(runner, kind) for kind in builds]
+        jobs += [pool.submit(library, spec, kind) for spec in dict.fromkeys(plain) for kind in builds]
         for job in jobs:
             job.result()

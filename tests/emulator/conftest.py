@@ -7,7 +7,7 @@ import pytest
 from tests.emulator import build, harness
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def emulator() -> None:
     build.require()
 

@@ -179,6 +179,7 @@ def run(
     scratch: Sequence[Tensor] = (),
     seed: int = 0,
     replacements: Sequence[Replacement] = (),
+    builds: Sequence[BuildKind] = BUILDS,
     unused_shared_memory: bool = False,
 ) -> list[LaunchCounts]:
     """Execute launches one after another; the tensors among their arguments are changed in place.
@@ -195,6 +196,8 @@ def run(
         The order of threads and blocks.
     replacements : sequence of Replacement
         Faults to seed.
+    builds : sequence of {"access", "address"}
+        The builds to execute; only two of them can show that the order of threads matters.
     unused_shared_memory : bool
         Whether a launch may touch less shared memory than it asks for.
 
@@ -211,7 +214,8 @@ def run(
         Where a kernel does not compile.
     """
     request = _Request(calls, outputs, scratch)
-    (data, counts), (other, _) = _run_builds(request, seed, replacements)
+    results = _run_builds(request, seed, replacements, builds)
+    (data, counts), (other, _) = results[0], results[-1]
     for (pointer, (name, _)), one, two in zip(request.storages.items(), data, other, strict=True):
         if one != two and pointer not in request.scratch:
             at = next(i for i in range(len(one)) if one[i] != two[i])
@@ -233,7 +237,9 @@ def run(
     return counts
 
 
-def _run_builds(request: _Request, seed: int, replacements: Sequence[Replacement]) -> list[Any]:
+def _run_builds(
+    request: _Request, seed: int, replacements: Sequence[Replacement], builds: Sequence[BuildKind]
+) -> list[tuple[list[bytes], list[LaunchCounts]]]:
     specs = list(dict.fromkeys(call.launch.kernel for call in request.calls))
     changes = {
         spec: [change for change in replacements if change.file == spec.file or change.file.endswith(".cuh")]
@@ -248,9 +254,9 @@ def _run_builds(request: _Request, seed: int, replacements: Sequence[Replacement
 
     if replacements:
         # Most seeded faults show in the first build, which then is the only one to compile.
-        return [run_build(kind) for kind in BUILDS]
-    with ThreadPoolExecutor(len(BUILDS)) as pool:
-        return [job.result() for job in [pool.submit(run_build, kind) for kind in BUILDS]]
+        return [run_build(kind) for kind in builds]
+    with ThreadPoolExecutor(len(builds)) as pool:
+        return [job.result() for job in [pool.submit(run_build, kind) for kind in builds]]
 
 
 def _run_one(request: _Request, kind: BuildKind, data: bytes) -> tuple[list[bytes], list[LaunchCounts]]:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from sdm_rt.plan.launch import Argument, Launch, pointers
 from sdm_rt.runtime.kernel import KernelSpec
-from tests.emulator.harness import Call, LaunchCounts, Replacement, run
+from tests.emulator.build import Replacement
+from tests.emulator.harness import Call, LaunchCounts, run
 
 ARGUMENTS = (*pointers("x", "lengths", "y"), Argument("rows", "int32"), Argument("columns", "int32"))
 
@@ -94,9 +95,8 @@ def call_of(launch: Launch, problem: RowProblem) -> tuple[Call, Tensor]:
     """Bind a problem to a launch; return the call and its output."""
     rows, columns = problem.x.shape
     y = torch.empty_like(problem.x)
-    return Call(
-        launch, {"x": problem.x, "lengths": problem.lengths, "y": y, "rows": rows, "columns": columns}
-    ), y
+    values = {"x": problem.x, "lengths": problem.lengths, "y": y, "rows": rows, "columns": columns}
+    return Call(launch, values), y
 
 
 def run_rows(

@@ -16,7 +16,7 @@ from sdm_rt.plan.forward import forward_constants, plan_forward
 from sdm_rt.plan.launch import Launch
 from sdm_rt.plan.step_plan import StepPlan
 from tests import oracle
-from tests.emulator.build import Replacement
+from tests.emulator.build import BUILDS, BuildKind, Replacement
 from tests.emulator.harness import Call, run
 from tests.kernels.backends import Backend, device_model
 from tests.problems import Problem
@@ -58,6 +58,7 @@ def forward_on_emulator(
     snapshot: str = "none",
     seed: int = 0,
     replacements: Sequence[Replacement] = (),
+    builds: Sequence[BuildKind] = BUILDS,
 ) -> tuple[Written, dict[str, Any], StepPlan]:
     """Run the planned launches; return also every tensor by name, and the plan."""
     memory = problem.memory.clone() if bank is None else bank
@@ -94,6 +95,7 @@ def forward_on_emulator(
         scratch=list(buffers.values()),
         seed=seed,
         replacements=replacements,
+        builds=builds,
     )
     return (
         Written(readings.view(problem.streams, problem.tokens, -1), memory, int(values["repeats"])),

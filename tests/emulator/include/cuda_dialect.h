@@ -33,26 +33,26 @@ constexpr int warpSize = 32;
 
 // ---- vector types ----
 
-#define EMULATOR_VECTOR2(name, scalar)                                 \
-    struct alignas(2 * sizeof(scalar)) name {                          \
-        scalar x, y;                                                   \
-    };                                                                 \
-    inline name make_##name(scalar x, scalar y) {                      \
-        return name{x, y};                                             \
+#define EMULATOR_VECTOR2(name, scalar)            \
+    struct alignas(2 * sizeof(scalar)) name {     \
+        scalar x, y;                              \
+    };                                            \
+    inline name make_##name(scalar x, scalar y) { \
+        return name{x, y};                        \
     }
-#define EMULATOR_VECTOR3(name, scalar)                                 \
-    struct name {                                                      \
-        scalar x, y, z;                                                \
-    };                                                                 \
-    inline name make_##name(scalar x, scalar y, scalar z) {            \
-        return name{x, y, z};                                          \
+#define EMULATOR_VECTOR3(name, scalar)                      \
+    struct name {                                           \
+        scalar x, y, z;                                     \
+    };                                                      \
+    inline name make_##name(scalar x, scalar y, scalar z) { \
+        return name{x, y, z};                               \
     }
-#define EMULATOR_VECTOR4(name, scalar)                                 \
-    struct alignas(4 * sizeof(scalar)) name {                          \
-        scalar x, y, z, w;                                             \
-    };                                                                 \
-    inline name make_##name(scalar x, scalar y, scalar z, scalar w) {  \
-        return name{x, y, z, w};                                       \
+#define EMULATOR_VECTOR4(name, scalar)                                \
+    struct alignas(4 * sizeof(scalar)) name {                         \
+        scalar x, y, z, w;                                            \
+    };                                                                \
+    inline name make_##name(scalar x, scalar y, scalar z, scalar w) { \
+        return name{x, y, z, w};                                      \
     }
 EMULATOR_VECTOR2(ushort2, unsigned short)
 EMULATOR_VECTOR2(int2, int)
@@ -105,7 +105,8 @@ inline T shuffle(unsigned mask, T value, int source, bool inside, const char* fi
     const uint64_t* lanes = warp_meet(mask, WarpOp::shuffle, bits, file, line);
     if (!inside) return value;
     if (source < 0 || source > 31 || !(mask >> source & 1))
-        fail("shuffle", "lane %u reads lane %d, which is not in mask %08x (%s:%d)", current->lane, source, mask, file, line);
+        fail("shuffle", "lane %u reads lane %d, which is not in mask %08x (%s:%d)", current->lane, source, mask, file,
+             line);
     std::memcpy(&value, &lanes[source], sizeof(T));
     return value;
 }
@@ -174,19 +175,19 @@ inline unsigned __match_any_sync(unsigned mask, T value, EMULATOR_SITE) {
     return equal;
 }
 
-#define EMULATOR_REDUCE(name, scalar, op, expression)                                                              \
-    inline scalar name(unsigned mask, scalar value, EMULATOR_SITE) {                                               \
-        const uint64_t* lanes =                                                                                    \
-            emulator::warp_meet(mask, emulator::WarpOp::op, static_cast<unsigned>(value), file, line);             \
-        bool first = true;                                                                                         \
-        scalar a = 0;                                                                                              \
-        for (int i = 0; i < 32; ++i) {                                                                             \
-            if (!(mask >> i & 1)) continue;                                                                        \
-            const scalar b = static_cast<scalar>(static_cast<unsigned>(lanes[i]));                                 \
-            a = first ? b : static_cast<scalar>(expression);                                                       \
-            first = false;                                                                                         \
-        }                                                                                                          \
-        return a;                                                                                                  \
+#define EMULATOR_REDUCE(name, scalar, op, expression)                                                  \
+    inline scalar name(unsigned mask, scalar value, EMULATOR_SITE) {                                   \
+        const uint64_t* lanes =                                                                        \
+            emulator::warp_meet(mask, emulator::WarpOp::op, static_cast<unsigned>(value), file, line); \
+        bool first = true;                                                                             \
+        scalar a = 0;                                                                                  \
+        for (int i = 0; i < 32; ++i) {                                                                 \
+            if (!(mask >> i & 1)) continue;                                                            \
+            const scalar b = static_cast<scalar>(static_cast<unsigned>(lanes[i]));                     \
+            a = first ? b : static_cast<scalar>(expression);                                           \
+            first = false;                                                                             \
+        }                                                                                              \
+        return a;                                                                                      \
     }
 EMULATOR_REDUCE(__reduce_add_sync, unsigned, reduce_add, a + b)
 EMULATOR_REDUCE(__reduce_add_sync, int, reduce_add, static_cast<unsigned>(a) + static_cast<unsigned>(b))
@@ -199,14 +200,14 @@ EMULATOR_REDUCE(__reduce_or_sync, unsigned, reduce_or, a | b)
 
 // ---- integer atomics ----
 
-#define EMULATOR_ATOMIC(name, scalar, op)                                                                            \
-    inline scalar name(scalar* address, scalar value) {                                                              \
-        return static_cast<scalar>(emulator::atomic(address, sizeof(scalar), std::is_signed_v<scalar>,              \
-                                                    emulator::AtomicOp::op, static_cast<uint64_t>(value), 0));       \
+#define EMULATOR_ATOMIC(name, scalar, op)                                                                      \
+    inline scalar name(scalar* address, scalar value) {                                                        \
+        return static_cast<scalar>(emulator::atomic(address, sizeof(scalar), std::is_signed_v<scalar>,         \
+                                                    emulator::AtomicOp::op, static_cast<uint64_t>(value), 0)); \
     }
-#define EMULATOR_ATOMICS(name, op)                \
-    EMULATOR_ATOMIC(name, int, op)                \
-    EMULATOR_ATOMIC(name, unsigned, op)           \
+#define EMULATOR_ATOMICS(name, op)      \
+    EMULATOR_ATOMIC(name, int, op)      \
+    EMULATOR_ATOMIC(name, unsigned, op) \
     EMULATOR_ATOMIC(name, unsigned long long, op)
 EMULATOR_ATOMICS(atomicAdd, add)
 EMULATOR_ATOMICS(atomicMin, min)

@@ -95,8 +95,21 @@ inline void mbarrier_wait(unsigned long long* barrier, unsigned parity, EMULATOR
 
 // ---- arithmetic ----
 
+// x as a double, where a subnormal number counts.
+inline double unflushed(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    if (bits & 0x7f800000u) return x;
+    return std::copysign(static_cast<double>(bits & 0x7fffffu) * 0x1p-149, bits >> 31 ? -1.0 : 1.0);
+}
+// Rounding a double sum of two floats to float gives their float sum; below the normal range it is exact.
 inline float add_unflushed(float a, float b) {
-    return a + b;
+    const double sum = unflushed(a) + unflushed(b);
+    if (!(std::fabs(sum) < 0x1p-126)) return static_cast<float>(sum);
+    const uint32_t bits = static_cast<uint32_t>(std::fabs(sum) * 0x1p149) | (std::signbit(sum) ? 0x80000000u : 0u);
+    float x;
+    std::memcpy(&x, &bits, 4);
+    return x;
 }
 
 // ---- conversions, to nearest even ----

@@ -26,8 +26,8 @@ Region* Memory::add(std::string name, Space space, size_t bytes) {
     auto* region = new Region{std::move(name), space, nullptr, bytes, -1, true, true, false, 0, {}};
     if constexpr (tracking) {
         if (arena_ == nullptr) {
-            void* mapped = mmap(nullptr, arena_bytes, PROT_READ | PROT_WRITE,
-                                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+            void* mapped =
+                mmap(nullptr, arena_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
             if (mapped == MAP_FAILED) fail("harness", "cannot reserve the arena");
             arena_ = static_cast<char*>(mapped);
         }
@@ -201,8 +201,10 @@ void Memory::access(const void* address, size_t bytes, Access kind, const void* 
     const Fiber& fiber = *running();
     if (region->space == Space::global) {
         if (!fiber.released && (kind != Access::read || region->pending))
-            fail_at(pc, "pdl", "%s byte %zu of global memory '%s' before griddepcontrol.wait in a launch that may overtake "
-                    "its predecessor", verb, offset, region->name.c_str());
+            fail_at(pc, "pdl",
+                    "%s byte %zu of global memory '%s' before griddepcontrol.wait in a launch that may overtake "
+                    "its predecessor",
+                    verb, offset, region->name.c_str());
         if (kind != Access::read && !region->writable)
             fail_at(pc, "undeclared", "writes byte %zu of '%s', which the launch does not declare as written", offset,
                     region->name.c_str());
@@ -210,8 +212,8 @@ void Memory::access(const void* address, size_t bytes, Access kind, const void* 
         if (region->finished)
             fail_at(pc, "cluster", "%s shared memory of block %d of the cluster, which has ended", verb, region->block);
         if (region->block != fiber.block->rank && fiber.cluster_barriers == 0)
-            fail_at(pc, "cluster", "%s shared memory of block %d before any cluster barrier: it may not have started", verb,
-                    region->block);
+            fail_at(pc, "cluster", "%s shared memory of block %d before any cluster barrier: it may not have started",
+                    verb, region->block);
     }
     region->touched_end = std::max(region->touched_end, offset + bytes);
     for (size_t i = offset; i < offset + bytes; ++i) {
@@ -230,11 +232,13 @@ void Memory::check_readonly(const void* address, size_t bytes) {
     if (!tracking || !in_arena(address)) return;
     Region* region = find(address);
     if (region == nullptr) return;  // the read itself reports it
-    if (region->space != Space::global) fail("readonly", "the read-only path reads shared memory '%s'", region->name.c_str());
+    if (region->space != Space::global)
+        fail("readonly", "the read-only path reads shared memory '%s'", region->name.c_str());
     const size_t offset = static_cast<size_t>(static_cast<const char*>(address) - region->begin);
     for (size_t i = offset; i < std::min(offset + bytes, region->bytes); ++i)
         if (region->cells[i].write_run >= first_run_of_launch_)
-            fail("readonly", "the read-only path reads byte %zu of '%s', which this launch writes", i, region->name.c_str());
+            fail("readonly", "the read-only path reads byte %zu of '%s', which this launch writes", i,
+                 region->name.c_str());
 }
 
 }  // namespace emulator

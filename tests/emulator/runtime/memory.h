@@ -32,16 +32,16 @@ struct Region {
     Space space;
     char* begin;
     size_t bytes;
-    int block = -1;        // of the cluster, for shared memory
+    int block = -1;                         // of the cluster, for shared memory
     bool writable = true, readable = true;  // by this launch
-    bool pending = false;   // an earlier launch that may still run writes it
-    bool finished = false;  // shared memory of a block that has ended
+    bool pending = false;                   // an earlier launch that may still run writes it
+    bool finished = false;                  // shared memory of a block that has ended
     size_t touched_end = 0;
     std::vector<Cell> cells;
 };
 
 class Memory {
-public:
+  public:
     // Exactly `bytes` bytes, aligned to 256; anything beside them is out of bounds.
     Region* add(std::string name, Space space, size_t bytes);
     void remove(Region* region);
@@ -61,7 +61,7 @@ public:
     void begin_launch();
     void begin_run();
 
-private:
+  private:
     void read_byte(Region& region, Cell& cell, size_t offset, const void* pc);
     void write_byte(Region& region, Cell& cell, size_t offset, bool atomic, const void* pc);
     bool ordered(const Epoch& epoch) const;

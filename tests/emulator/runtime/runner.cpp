@@ -32,9 +32,9 @@ constexpr int exit_fault = 77;
     std::vfprintf(stderr, format, list);
     std::fprintf(stderr, "\n");
     if (const Fiber* f = running())
-        std::fprintf(stderr, "  in kernel %s, block (%u, %u, %u), thread (%u, %u, %u)\n", scheduler.request->entry.c_str(),
-                     f->block_index.x, f->block_index.y, f->block_index.z, f->thread_index.x, f->thread_index.y,
-                     f->thread_index.z);
+        std::fprintf(stderr, "  in kernel %s, block (%u, %u, %u), thread (%u, %u, %u)\n",
+                     scheduler.request->entry.c_str(), f->block_index.x, f->block_index.y, f->block_index.z,
+                     f->thread_index.x, f->thread_index.y, f->thread_index.z);
     Dl_info where;
     if (pc != nullptr && dladdr(pc, &where) && where.dli_fname != nullptr)
         std::fprintf(stderr, "  at %s 0x%zx\n", where.dli_fname,
@@ -60,7 +60,7 @@ void fail_at(const void* pc, const char* kind, const char* format, ...) {
 namespace {
 
 class Reader {
-public:
+  public:
     explicit Reader(const char* path) : stream_(path, std::ios::binary) {
         if (!stream_) fail("harness", "cannot read %s", path);
     }
@@ -87,7 +87,7 @@ public:
         return e;
     }
 
-private:
+  private:
     std::ifstream stream_;
 };
 
@@ -219,11 +219,12 @@ int execute(const char* request_path, const char* response_path) {
         flush_subnormals();
         const LaunchCounts counts = scheduler.run(launch);
         for (Region* region : buffers) region->pending |= region->writable;
-        std::printf("%s{\"entry\": \"%s\", \"blocks\": %zu, \"barriers\": %zu, \"warp_operations\": %zu, \"pdl_waits\": %zu, "
-                    "\"pdl_triggers\": %zu, \"cluster_barriers\": %zu, \"shared_touched\": %zu}",
-                    i ? ", " : "", launch.entry.c_str(), size_t{counts.blocks}, size_t{counts.barriers},
-                    size_t{counts.warp_operations}, size_t{counts.pdl_waits}, size_t{counts.pdl_triggers},
-                    size_t{counts.cluster_barriers}, counts.shared_touched);
+        std::printf(
+            "%s{\"entry\": \"%s\", \"blocks\": %zu, \"barriers\": %zu, \"warp_operations\": %zu, \"pdl_waits\": %zu, "
+            "\"pdl_triggers\": %zu, \"cluster_barriers\": %zu, \"shared_touched\": %zu}",
+            i ? ", " : "", launch.entry.c_str(), size_t{counts.blocks}, size_t{counts.barriers},
+            size_t{counts.warp_operations}, size_t{counts.pdl_waits}, size_t{counts.pdl_triggers},
+            size_t{counts.cluster_barriers}, counts.shared_touched);
     }
     std::printf("]}\n");
 

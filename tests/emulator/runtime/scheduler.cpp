@@ -25,16 +25,17 @@ constexpr size_t stack_bytes = 256 * 1024;
 
 const char* wait_name(Wait wait) {
     switch (wait) {
-        case Wait::block_barrier: return "__syncthreads";
-        case Wait::warp: return "a warp operation";
-        case Wait::cluster_barrier: return "the cluster barrier";
-        case Wait::mbarrier: return "an mbarrier";
-        default: return "nothing";
+        case Wait::block_barrier:
+            return "__syncthreads";
+        case Wait::warp:
+            return "a warp operation";
+        case Wait::cluster_barrier:
+            return "the cluster barrier";
+        case Wait::mbarrier:
+            return "an mbarrier";
+        default:
+            return "nothing";
     }
-}
-
-void merge(std::vector<uint32_t>& into, const std::vector<uint32_t>& from) {
-    for (size_t i = 0; i < into.size(); ++i) into[i] = std::max(into[i], from[i]);
 }
 
 // Shared memory is moved between blocks byte by byte, past the sanitizers.
@@ -115,6 +116,10 @@ void Scheduler::switch_block(Block* block) {
     loaded_ = block;
 }
 
+void merge(std::vector<uint32_t>& into, const std::vector<uint32_t>& from) {
+    for (size_t i = 0; i < into.size(); ++i) into[i] = std::max(into[i], from[i]);
+}
+
 // Every thread of `fibers` has seen what the others did before this point.
 void Scheduler::join(std::vector<Fiber*> const& fibers) {
     bool released = false;
@@ -161,13 +166,14 @@ void Scheduler::report_deadlock() {
         std::string where = "block " + std::to_string(fiber.block->rank) + " of the cluster: ";
         where += fiber.ended ? "ended"
                              : std::string("wait at ") + wait_name(fiber.waiting) + " (" + fiber.file + ":" +
-                                   std::to_string(fiber.line) + ")";
+                std::to_string(fiber.line) + ")";
         auto [entry, fresh] = groups.emplace(where, std::make_pair(0, fiber.number));
         ++entry->second.first;
     }
     std::string text;
     for (const auto& [where, group] : groups)
-        text += "\n  " + std::to_string(group.first) + " threads (first " + std::to_string(group.second) + ") of " + where;
+        text +=
+            "\n  " + std::to_string(group.first) + " threads (first " + std::to_string(group.second) + ") of " + where;
     fail("deadlock", "no thread can go on:%s", text.c_str());
 }
 
@@ -205,7 +211,8 @@ LaunchCounts Scheduler::run(const LaunchRequest& launch) {
     for (unsigned i : order)
         run_cluster(Extent{i % clusters.x * launch.cluster.x, i / clusters.x % clusters.y * launch.cluster.y,
                            i / clusters.x / clusters.y * launch.cluster.z});
-    for (const Block& block : blocks_) counts.shared_touched = std::max(counts.shared_touched, block.dynamic->touched_end);
+    for (const Block& block : blocks_)
+        counts.shared_touched = std::max(counts.shared_touched, block.dynamic->touched_end);
     for (Block& block : blocks_) {
         memory.remove(block.dynamic);
         memory.remove(block.statics);
@@ -241,8 +248,10 @@ void Scheduler::run_cluster(Extent first) {
             const unsigned number = rank * threads + t;
             Fiber& fiber = fibers_[number];
             fiber = Fiber{};
-            fiber.thread_index = {t % launch.block.x, t / launch.block.x % launch.block.y, t / launch.block.x / launch.block.y};
-            fiber.block_index = {first.x + rank % launch.cluster.x, first.y + rank / launch.cluster.x % launch.cluster.y,
+            fiber.thread_index = {t % launch.block.x, t / launch.block.x % launch.block.y,
+                                  t / launch.block.x / launch.block.y};
+            fiber.block_index = {first.x + rank % launch.cluster.x,
+                                 first.y + rank / launch.cluster.x % launch.cluster.y,
                                  first.z + rank / launch.cluster.x / launch.cluster.y};
             fiber.block_dim = launch.block;
             fiber.grid_dim = launch.grid;
@@ -315,7 +324,8 @@ const uint64_t* Scheduler::warp_meet(unsigned mask, WarpOp op, uint64_t value, c
     Block& block = *fiber.block;
     std::vector<Meeting>& meetings = block.meetings[fiber.warp];
     if (!(mask >> fiber.lane & 1))
-        fail("mask", "lane %u executes a warp operation whose mask %08x leaves it out (%s:%d)", fiber.lane, mask, file, line);
+        fail("mask", "lane %u executes a warp operation whose mask %08x leaves it out (%s:%d)", fiber.lane, mask, file,
+             line);
     const unsigned first = fiber.warp * 32;
     for (unsigned lane = 0; lane < 32; ++lane)
         if ((mask >> lane & 1) && (first + lane >= block.fibers.size() || block.fibers[first + lane]->ended))
@@ -350,131 +360,6 @@ const uint64_t* Scheduler::warp_meet(unsigned mask, WarpOp op, uint64_t value, c
     return running->lanes;
 }
 
-// ---- clusters ----
-
-void Scheduler::complete_cluster_phase() {
-    unsigned live = 0;
-    for (const Fiber& fiber : fibers_) live += !fiber.ended;
-    if (cluster_arrived_ == 0 || cluster_arrived_ < live) return;
-    ++counts.cluster_barriers;
-    ++cluster_phase_;
-    cluster_arrived_ = 0;
-    cluster_completed_ = cluster_arriving_;
-    cluster_completed_released_ = cluster_arriving_released_;
-    for (Fiber& fiber : fibers_)
-        if (fiber.waiting == Wait::cluster_barrier) wake(&fiber);
-}
-
-void Scheduler::cluster_arrive(const char* file, int line) {
-    Fiber& fiber = *running;
-    if (fiber.cluster_arrived) fail("cluster", "arrives twice at the cluster barrier without a wait (%s:%d)", file, line);
-    fiber.cluster_arrived = true;
-    fiber.cluster_phase = cluster_phase_;
-    cluster_arriving_released_ |= fiber.released;
-    if (tracking) {
-        merge(cluster_arriving_, fiber.clock);
-        ++fiber.clock[fiber.number];
-    }
-    ++cluster_arrived_;
-    complete_cluster_phase();
-}
-
-void Scheduler::cluster_wait(const char* file, int line) {
-    Fiber& fiber = *running;
-    if (!fiber.cluster_arrived) fail("cluster", "waits at the cluster barrier without having arrived (%s:%d)", file, line);
-    if (cluster_phase_ == fiber.cluster_phase) suspend(Wait::cluster_barrier, file, line);
-    absorb(fiber, cluster_completed_, cluster_completed_released_);
-    fiber.cluster_arrived = false;
-    ++fiber.cluster_barriers;
-}
-
-void* Scheduler::map_shared(void* address, unsigned rank) {
-    if (rank >= blocks_.size()) fail("cluster", "maps shared memory of block %u of a cluster of %zu", rank, blocks_.size());
-    const char* canonical_place = static_cast<const char*>(canonical(address));
-    Block& own = *running->block;
-    if (static_cast<int>(rank) == own.rank) return address;
-    for (auto member : {&Block::dynamic, &Block::statics}) {
-        Region* region = own.*member;
-        if (canonical_place >= region->begin && canonical_place < region->begin + region->bytes)
-            return (blocks_[rank].*member)->begin + (canonical_place - region->begin);
-    }
-    fail("cluster", "maps an address that is not in this block's shared memory");
-}
-
-// ---- mbarriers ----
-
-Mbarrier& Scheduler::mbarrier_at(const void* address) {
-    const auto found = mbarriers_.find(address);
-    if (found == mbarriers_.end()) fail("mbarrier", "uses an mbarrier that nothing has initialized");
-    return found->second;
-}
-
-void Scheduler::mbarrier_init(uint64_t* barrier, unsigned arrivals) {
-    check_aligned(barrier, 8);
-    memory.access(barrier, 8, Access::write, __builtin_return_address(0));
-    Mbarrier made{arrivals, arrivals, 0, {}, {}, false, false};
-    made.arriving.assign(fibers_.size(), 0);
-    mbarriers_[canonical(barrier)] = made;
-}
-
-void Scheduler::mbarrier_arrive(uint64_t* barrier, unsigned rank) {
-    void* remote = map_shared(barrier, rank);
-    memory.access(remote, 8, Access::read, __builtin_return_address(0));
-    Mbarrier& state = mbarrier_at(canonical(remote));
-    Fiber& fiber = *running;
-    state.arriving_released |= fiber.released;
-    if (tracking) {
-        merge(state.arriving, fiber.clock);
-        ++fiber.clock[fiber.number];
-    }
-    if (--state.pending == 0) {
-        ++state.phase;
-        state.pending = state.expected;
-        state.completed = state.arriving;
-        state.completed_released = state.arriving_released;
-        for (Fiber& other : fibers_)
-            if (other.waiting == Wait::mbarrier) wake(&other);
-    }
-}
-
-void Scheduler::mbarrier_wait(uint64_t* barrier, unsigned parity, const char* file, int line) {
-    memory.access(barrier, 8, Access::read, __builtin_return_address(0));
-    const void* place = canonical(barrier);
-    while ((mbarrier_at(place).phase & 1) == (parity & 1)) suspend(Wait::mbarrier, file, line);
-    const Mbarrier& state = mbarrier_at(place);
-    if (state.phase > 0) absorb(*running, state.completed, state.completed_released);
-}
-
-// ---- asynchronous copies ----
-
-void Scheduler::copy_async(void* shared, const void* global, size_t bytes) {
-    check_aligned(shared, bytes);
-    check_aligned(global, bytes);
-    memory.access(global, bytes, Access::read, __builtin_return_address(0));
-    memory.access(shared, bytes, Access::write, __builtin_return_address(0));
-    memory.mark_unwritten(shared, bytes, pattern_);
-    running->open_copies.push_back(PendingCopy{shared, global, bytes});
-}
-
-void Scheduler::land(const PendingCopy& copy) {
-    memory.access(copy.global, copy.bytes, Access::read, __builtin_return_address(0));
-    memory.access(copy.shared, copy.bytes, Access::write, __builtin_return_address(0));
-    std::memcpy(copy.shared, copy.global, copy.bytes);
-}
-
-void Scheduler::copy_commit() {
-    running->copy_groups.push_back(std::move(running->open_copies));
-    running->open_copies.clear();
-}
-
-void Scheduler::copy_wait(int pending) {
-    auto& groups = running->copy_groups;
-    while (groups.size() > static_cast<size_t>(pending)) {
-        for (const PendingCopy& copy : groups.front()) land(copy);
-        groups.erase(groups.begin());
-    }
-}
-
 // ---- launch attributes ----
 
 void Scheduler::pdl_wait() {
@@ -491,89 +376,6 @@ void Scheduler::pdl_trigger() {
 
 void* Scheduler::dynamic_shared() {
     return running->block->dynamic->begin;
-}
-
-// ---- the functions that kernels see ----
-
-BlockVote block_barrier(int predicate, const char* file, int line) {
-    return scheduler.block_barrier(predicate, file, line);
-}
-const uint64_t* warp_meet(unsigned mask, WarpOp op, uint64_t value, const char* file, int line) {
-    return scheduler.warp_meet(mask, op, value, file, line);
-}
-void cluster_arrive(const char* file, int line) {
-    scheduler.cluster_arrive(file, line);
-}
-void cluster_wait(const char* file, int line) {
-    scheduler.cluster_wait(file, line);
-}
-void* map_shared(void* address, unsigned rank) {
-    return scheduler.map_shared(address, rank);
-}
-void mbarrier_init(uint64_t* barrier, unsigned arrivals) {
-    scheduler.mbarrier_init(barrier, arrivals);
-}
-void mbarrier_arrive(uint64_t* barrier, unsigned rank) {
-    scheduler.mbarrier_arrive(barrier, rank);
-}
-void mbarrier_wait(uint64_t* barrier, unsigned parity, const char* file, int line) {
-    scheduler.mbarrier_wait(barrier, parity, file, line);
-}
-void copy_async(void* shared, const void* global, size_t bytes) {
-    scheduler.copy_async(shared, global, bytes);
-}
-void copy_commit() {
-    scheduler.copy_commit();
-}
-void copy_wait(int pending) {
-    scheduler.copy_wait(pending);
-}
-void pdl_wait() {
-    scheduler.pdl_wait();
-}
-void pdl_trigger() {
-    scheduler.pdl_trigger();
-}
-void* dynamic_shared() {
-    return scheduler.dynamic_shared();
-}
-void check_aligned(const void* address, size_t bytes) {
-    if (reinterpret_cast<uintptr_t>(address) % bytes)
-        fail("alignment", "accesses %zu bytes at an address that is not a multiple of %zu", bytes, bytes);
-}
-void readonly_access(const void* address, size_t bytes) {
-    check_aligned(address, bytes);
-    memory.check_readonly(address, bytes);
-}
-
-namespace {
-
-template <class T>
-uint64_t apply(T* address, AtomicOp op, T value, T compare) {
-    const T old = *address;
-    switch (op) {
-        case AtomicOp::add: *address = static_cast<T>(static_cast<uint64_t>(old) + static_cast<uint64_t>(value)); break;
-        case AtomicOp::min: *address = std::min(old, value); break;
-        case AtomicOp::max: *address = std::max(old, value); break;
-        case AtomicOp::bit_and: *address = old & value; break;
-        case AtomicOp::bit_or: *address = old | value; break;
-        case AtomicOp::exchange: *address = value; break;
-        case AtomicOp::compare_exchange:
-            if (old == compare) *address = value;
-            break;
-    }
-    return static_cast<uint64_t>(old);
-}
-
-}  // namespace
-
-uint64_t atomic(void* address, int bytes, bool is_signed, AtomicOp op, uint64_t value, uint64_t compare) {
-    check_aligned(address, static_cast<size_t>(bytes));
-    memory.access(address, static_cast<size_t>(bytes), Access::atomic, __builtin_return_address(0));
-    if (bytes == 8) return apply(static_cast<uint64_t*>(address), op, value, compare);
-    if (is_signed)
-        return apply(static_cast<int32_t*>(address), op, static_cast<int32_t>(value), static_cast<int32_t>(compare));
-    return apply(static_cast<uint32_t*>(address), op, static_cast<uint32_t>(value), static_cast<uint32_t>(compare));
 }
 
 }  // namespace emulator

@@ -83,7 +83,7 @@ struct LaunchRequest {
     Extent grid{}, block{}, cluster{};
     size_t shared_memory = 0;
     bool pdl = false, waits = false, triggers = false;  // launched with PDL; compiled with the wait, the trigger
-    char* static_shared = nullptr;  // the library's thread-local block
+    char* static_shared = nullptr;                      // the library's thread-local block
     size_t static_shared_bytes = 0;
 };
 
@@ -92,8 +92,11 @@ struct LaunchCounts {
     size_t shared_touched = 0;
 };
 
+// Element by element, the later of two clocks.
+void merge(std::vector<uint32_t>& into, const std::vector<uint32_t>& from);
+
 class Scheduler {
-public:
+  public:
     void seed(uint64_t value, int pattern);
     LaunchCounts run(const LaunchRequest& request);
 
@@ -119,7 +122,7 @@ public:
 
     const void* canonical(const void* address) const;
 
-private:
+  private:
     void run_cluster(Extent first_block);
     void prepare(Fiber& fiber, void* stack);
     void resume(Fiber* fiber);

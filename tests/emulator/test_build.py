@@ -1,0 +1,54 @@
+"""Builds: kept by content, shared between PDL variants, refused with a reason where there is no compiler."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sdm_rt.runtime.kernel import KernelSpec
+from tests.emulator import build
+from tests.emulator.build import Replacement, library
+
+SCAN = KernelSpec("block_scan.cu", ("block_scan",), (("ROWS", "2"),))
+
+
+@pytest.fixture
+def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "cache"
+    monkeypatch.setattr(build, "_cache_folder", lambda: folder)
+    return folder
+
+
+def test_without_a_compiler_tests_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    reason = build.unavailable_reason.__wrapped__()
+    assert "g++" in reason
+    monkeypatch.setattr(build, "unavailable_reason", lambda: reason)
+    with pytest.raises(pytest.skip.Exception, match=r"needs a C\+\+ compiler"):
+        build.require()
+
+
+def test_a_build_is_kept_by_its_content(private_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = library(SCAN, "access")
+    assert first.parent.parent == private_cache
+    monkeypatch.setattr(build, "execute", lambda *_, **__: pytest.fail("compiled again"))
+    assert library(SCAN, "access") == first
+    with_pdl = KernelSpec(SCAN.file, SCAN.entries, (("ROWS", "2"), ("SDM_PDL_WAIT", "1")))
+    assert library(with_pdl, "access") == first
+
+
+def test_every_ingredient_changes_the_key(private_cache: Path) -> None:
+    three = KernelSpec(SCAN.file, SCAN.entries, (("ROWS", "3"),))
+    fault = Replacement(SCAN.file, "valid ? sum : 0", "sum")
+    built = [library(SCAN, "access"), library(SCAN, "address"), library(three, "access")]
+    built.append(library(SCAN, "access", [fault]))
+    assert len(set(built)) == 4
+    assert sorted(path.parent for path in built) == sorted(private_cache.iterdir())
+
+
+def test_a_failed_build_leaves_nothing(private_cache: Path) -> None:
+    broken = Replacement(SCAN.file, "valid ? sum : 0", "valid ?")
+    with pytest.raises(build.CompileError, match=r"block_scan\.cu"):
+        library(SCAN, "access", [broken])
+    assert not any(private_cache.iterdir())

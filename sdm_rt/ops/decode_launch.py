@@ -23,6 +23,7 @@ from sdm_rt.ops.counters import device_repeats, record_dispatch
 from sdm_rt.plan.decode import plan_decode
 from sdm_rt.plan.device import DeviceModel
 from sdm_rt.plan.shapes import DecodeShape
+from sdm_rt.plan.step_plan import StepPlan
 from sdm_rt.runtime import device
 from sdm_rt.runtime.compile import kernels
 from sdm_rt.runtime.device import Gpu
@@ -30,7 +31,7 @@ from sdm_rt.runtime.interop import current_stream
 from sdm_rt.runtime.kernel import KernelSpec
 from sdm_rt.runtime.launcher import PreparedLaunch, prepare
 
-__all__ = ["decode_on_gpu", "device_model"]
+__all__ = ["OPERANDS", "PlannedDecode", "decode_on_gpu", "device_model", "plan_call"]
 
 # How the kernel is told the storage of an operand (kernels_cu/decode.cu, `dtypes`).
 VALUE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -47,6 +48,28 @@ _write_pointers = struct.Struct("<11Q").pack_into
 def device_model(index: int) -> DeviceModel:
     """Return what plans read of the GPU ``index``."""
     return DeviceModel.from_attributes(device.gpu(index).name, device.attributes(index))
+
+
+@dataclass(frozen=True)
+class PlannedDecode:
+    """The launch of a call and what it is handed, found without a GPU.
+
+    Parameters
+    ----------
+    plan : StepPlan
+        One launch.
+    numbers : dict
+        The launch's arguments that are no pointers, by name.
+    copies : tuple
+        (position in OPERANDS, dtype) of the operands that are handed over as contiguous copies.
+    copies_bank : bool
+        Whether the bank's columns are strided, so that a copy is advanced and copied back.
+    """
+
+    plan: StepPlan
+    numbers: dict[str, int]
+    copies: tuple[tuple[int, torch.dtype], ...]
+    copies_bank: bool
 
 
 @dataclass(frozen=True)
@@ -181,9 +204,18 @@ def decode_on_gpu(
     return y
 
 
-def _prepare(memory: Tensor, operands: tuple[Tensor, ...], lengths: Tensor | None) -> _Ready:
-    """Plan a checked call and prepare its launch."""
-    gpu: Gpu = device.gpu(memory.get_device())
+def plan_call(
+    memory: Tensor, operands: tuple[Tensor, ...], lengths: Tensor | None, model: DeviceModel
+) -> PlannedDecode:
+    """Plan a checked call of at least one stream from shapes, dtypes and layouts alone.
+
+    Parameters
+    ----------
+    memory, operands, lengths
+        As of `decode_on_gpu`, on any device.
+    model : DeviceModel
+        The GPU.
+    """
     named = dict(zip(OPERANDS, operands, strict=True))
     streams, columns = named["k_idx"].shape[0], memory.shape[1]
     slots = memory.shape[0] // streams
@@ -205,9 +237,6 @@ def _prepare(memory: Tensor, operands: tuple[Tensor, ...], lengths: Tensor | Non
         gates_per_write=gates > 1,
         aligned=start % VECTOR_BYTES == 0 and row_stride * memory.element_size() % VECTOR_BYTES == 0,
     )
-    plan = plan_decode(shape, device_model(gpu.index))
-    (planned,) = plan.kernels()
-
     codes = 0
     copies = []
     for at, (name, operand) in enumerate(named.items()):
@@ -223,24 +252,36 @@ def _prepare(memory: Tensor, operands: tuple[Tensor, ...], lengths: Tensor | Non
     if lengths is not None:
         codes |= int(lengths.dtype == torch.int64) << WIDE_BITS["lengths"]
 
-    launch = prepare(planned, gpu, current_stream(gpu.index))
-    launch.set(
-        {
-            "row_stride": row_stride,
-            "S": slots,
-            "D": columns,
-            "W": shape.writes,
-            "R": shape.reads,
-            "gates": gates,
-            "dtypes": codes,
-        }
-    )
-    dispatch = {"op": "decode", "path": "gpu", "streams": streams, "plan": plan.to_dict()}
+    numbers = {
+        "row_stride": row_stride,
+        "S": slots,
+        "D": columns,
+        "W": shape.writes,
+        "R": shape.reads,
+        "gates": gates,
+        "dtypes": codes,
+    }
+    return PlannedDecode(plan_decode(shape, model), numbers, tuple(copies), copies_bank)
+
+
+def _prepare(memory: Tensor, operands: tuple[Tensor, ...], lengths: Tensor | None) -> _Ready:
+    """Plan a checked call and prepare its launch."""
+    gpu: Gpu = device.gpu(memory.get_device())
+    planned = plan_call(memory, operands, lengths, device_model(gpu.index))
+    (description,) = planned.plan.kernels()
+    launch = prepare(description, gpu, current_stream(gpu.index))
+    launch.set(planned.numbers)
+    dispatch = {
+        "op": "decode",
+        "path": "gpu",
+        "streams": operands[0].shape[0],
+        "plan": planned.plan.to_dict(),
+    }
     return _Ready(
         launch=launch,
-        spec=planned.kernel,
-        copies=tuple(copies),
-        copies_bank=copies_bank,
+        spec=description.kernel,
+        copies=planned.copies,
+        copies_bank=planned.copies_bank,
         checked=env.flag("SDM_RT_CHECK"),
         repeats=device_repeats(memory.device),
         dispatch=dispatch,

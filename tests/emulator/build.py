@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -33,7 +32,6 @@ __all__ = [
     "Replacement",
     "execute",
     "library",
-    "prepare",
     "require",
     "runner",
     "unavailable_reason",
@@ -217,13 +215,3 @@ def library(spec: KernelSpec, kind: BuildKind, replacements: Sequence[Replacemen
         [str(compiler()), "-shared", *LINK_FLAGS[kind], "unit.o", "-o", "kernels.so"],
     ]
     return _build(key, "kernels.so", files, commands)
-
-
-def prepare(specs: Iterable[KernelSpec], builds: Sequence[BuildKind] = BUILDS) -> None:
-    """Build runners and kernels ahead of their use, two at a time."""
-    plain = map(without_pdl, specs)
-    with ThreadPoolExecutor(PARALLEL_BUILDS) as pool:
-        jobs = [pool.submit(runner, kind) for kind in builds]
-        jobs += [pool.submit(library, spec, kind) for spec in dict.fromkeys(plain) for kind in builds]
-        for job in jobs:
-            job.result()

@@ -51,7 +51,8 @@ CHECKS = {
     "cluster_wait_without_arrive": ("cluster", r"without having arrived"),
     "trap": ("trap", r"__trap"),
 }
-ENTRIES = (*CHECKS, "sound")
+PDL_ENTRIES = ("early_read", "early_write", "one_block_waits")
+ENTRIES = (*CHECKS, *PDL_ENTRIES, "sound")
 USES_SHARED = (
     "race_of_a_block",
     "race_of_a_warp",
@@ -63,9 +64,10 @@ USES_SHARED = (
 
 
 def launch_of(entry: str) -> Launch:
+    pdl = entry in PDL_ENTRIES
     return Launch(
         name=entry,
-        kernel=KernelSpec("faults.cu", ENTRIES),
+        kernel=KernelSpec("faults.cu", ENTRIES, (("SDM_PDL_WAIT", "1"),) if pdl else ()),
         entry=entry,
         grid=(2, 1, 1),
         block=(64, 1, 1),
@@ -75,6 +77,7 @@ def launch_of(entry: str) -> Launch:
         bytes_moved=0,
         floor_bytes=0,
         shared_memory=256 if entry in USES_SHARED else 0,
+        pdl=pdl,
     )
 
 
@@ -156,6 +159,41 @@ def test_a_second_launch_sees_what_the_first_wrote() -> None:
     counts = run([first, second], outputs=[values["y"], second.values["y"]])
     assert [count.entry for count in counts] == ["sound", "sound"]
     assert int(values["count"]) == 256
+
+
+def after_another(entry: str, **changes: str) -> dict[str, torch.Tensor]:
+    """Run a launch and, as its programmatic dependent, one of `entry` on other tensors but for `changes`."""
+    first, second = values_of(), values_of()
+    chosen = {name: first[source] for name, source in changes.items()}
+    second = {**second, "y": torch.empty(128, dtype=torch.int32), **chosen}
+    run(
+        [Call(launch_of("sound"), first), Call(launch_of(entry), second)],
+        outputs=[first["y"], second["y"]],
+    )
+    return {"first": first["y"], "second": second["y"], "x": second["x"]}
+
+
+def test_a_dependent_may_read_early_what_no_launch_on_the_way_writes() -> None:
+    result = after_another("early_read")
+    assert torch.equal(result["second"], result["x"])
+
+
+@pytest.mark.parametrize(("entry", "changes"), [("early_read", {"x": "y"}), ("early_write", {})])
+def test_a_dependent_must_wait_before(entry: str, changes: dict[str, str]) -> None:
+    with pytest.raises(EmulatorError, match=r"before griddepcontrol\.wait"):
+        after_another(entry, **changes)
+
+
+def test_what_comes_before_the_first_launch_is_unknown() -> None:
+    values = values_of()
+    with pytest.raises(EmulatorError, match=r"'x' before griddepcontrol\.wait"):
+        run([Call(launch_of("early_read"), values)], outputs=[values["y"]])
+
+
+def test_every_block_of_a_dependent_waits() -> None:
+    with pytest.raises(EmulatorError, match=r"the block ends without griddepcontrol\.wait") as caught:
+        run([Call(launch_of("one_block_waits"), values_of())])
+    assert caught.value.kind == "pdl"
 
 
 def test_a_kernel_that_does_not_compile_shows_its_own_line() -> None:

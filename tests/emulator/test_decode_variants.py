@@ -14,7 +14,6 @@ from sdm_rt.plan.device import PRESETS, DeviceModel, preset
 from sdm_rt.plan.launch import Dim3, Launch
 from sdm_rt.plan.shapes import BANK_DTYPES, DecodeShape
 from sdm_rt.runtime.kernel import KernelSpec
-from tests.emulator.build import prepare
 from tests.emulator.harness import coverage
 from tests.kernels.decode import decode_on_emulator, decode_oracle
 from tests.problems import Problem, make_problem
@@ -84,17 +83,11 @@ CASES = list(cases())
 SPECS = sorted({case.launch(model).kernel for case in CASES for model in case.models})
 
 
-@pytest.fixture(scope="module")
-def built() -> None:
-    prepare(SPECS)
-
-
 def name_of(spec: KernelSpec) -> str:
     return " ".join(f"{name}={value}" for name, value in spec.defines)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=name_of)
-@pytest.mark.usefixtures("built")
 def test_variant(spec: KernelSpec) -> None:
     for case in CASES:
         models = [model for model in case.models if case.launch(model).kernel == spec]

@@ -21,7 +21,7 @@ from sdm_rt.plan.forward import plan_forward
 from sdm_rt.plan.launch import Launch
 from sdm_rt.plan.shapes import BANK_DTYPES, INDEX_DTYPES, SNAPSHOTS, WriteReadShape, dtype_bytes
 from sdm_rt.runtime.kernel import KernelSpec
-from tests.emulator.build import PARALLEL_BUILDS, prepare, without_pdl
+from tests.emulator.build import PARALLEL_BUILDS, without_pdl
 from tests.kernels.forward import forward_on_emulator, forward_oracle
 from tests.problems import Problem, make_problem
 from tests.tolerances import TOLERANCES, relative_error
@@ -123,11 +123,6 @@ CASES = list(dict.fromkeys(cases()))
 SPECS = sorted({launch.kernel for case in CASES for launch in case.launches()})
 
 
-@pytest.fixture(scope="module")
-def built() -> None:
-    prepare(SPECS, builds=("access",))
-
-
 def check(case: Case) -> None:
     problem = case.problem()
     got, _, _ = forward_on_emulator(
@@ -141,7 +136,6 @@ def check(case: Case) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "D"), sorted({(case.dtype, case.D) for case in CASES}))
-@pytest.mark.usefixtures("built")
 def test_variants(dtype: str, D: int) -> None:
     chosen = [case for case in CASES if (case.dtype, case.D) == (dtype, D)]
     with ThreadPoolExecutor(PARALLEL_BUILDS) as pool:

@@ -21,6 +21,9 @@ from tests.kernels.decode import decode_on_emulator, decode_oracle
 from tests.problems import make_problem
 from tests.tolerances import assert_close
 
+# The first test waits until the faults of all have been compiled and run.
+pytestmark = pytest.mark.timeout(900)
+
 VALUES = "values"  # the result differs from the oracle's
 SYNC = "__syncthreads();"
 

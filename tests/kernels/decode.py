@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from sdm_rt.plan.decode import plan_decode
+from sdm_rt.ops.decode_launch import OPERANDS, plan_call
 from sdm_rt.plan.device import DeviceModel
 from sdm_rt.plan.launch import Launch
-from sdm_rt.plan.shapes import DecodeShape
 from tests import oracle
 from tests.emulator.build import Replacement
 from tests.emulator.harness import Call, run
@@ -19,11 +18,6 @@ from tests.kernels.backends import Backend, device_model
 from tests.problems import Problem
 
 __all__ = ["Decoded", "decode", "decode_on_emulator", "decode_oracle", "token"]
-
-BANK_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
-VALUE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-VALUE_BITS = {"k_val": 0, "v": 2, "beta": 4, "g": 6, "q_val": 8}
-WIDE_BITS = {"k_idx": 10, "q_idx": 11, "lengths": 12}
 
 
 @dataclass(frozen=True)
@@ -73,41 +67,15 @@ def decode_on_emulator(
     memory = problem.memory.clone() if bank is None else bank
     operands = token(problem)
     lengths = _lengths(problem)
-    streams, columns = problem.streams, memory.shape[1]
-    gates = operands["g"].shape[1]
-    shape = DecodeShape(
-        streams=streams,
-        writes=operands["k_idx"].shape[1],
-        reads=operands["q_idx"].shape[1],
-        head_dim=columns,
-        bank_dtype=BANK_NAMES[memory.dtype],
-        index_dtype=str(operands["k_idx"].dtype).removeprefix("torch."),
-        gates_per_write=gates > 1,
-        aligned=memory.data_ptr() % 16 == 0 and memory.stride(0) * memory.element_size() % 16 == 0,
-    )
-    (launch,) = plan_decode(shape, model).kernels()
+    planned = plan_call(memory, tuple(operands[name] for name in OPERANDS), lengths, model)
+    assert not planned.copies_bank
+    assert not planned.copies
+    (launch,) = planned.plan.kernels()
     launch = replace(launch, shared_memory=launch.shared_memory + extra_shared_memory)
-    codes = sum(VALUE_CODES[operands[name].dtype] << bit for name, bit in VALUE_BITS.items())
-    integers = operands | ({} if lengths is None else {"lengths": lengths})
-    codes |= sum(
-        int(integers[name].dtype == torch.int64) << bit for name, bit in WIDE_BITS.items() if name in integers
-    )
-    y = torch.empty(streams, columns, dtype=memory.dtype)
+    y = memory.new_empty(problem.streams, memory.shape[1])
     repeats = torch.zeros(1, dtype=torch.int64)
-    values = {
-        **operands,
-        "memory": memory,
-        "lengths": lengths,
-        "y": y,
-        "repeats": repeats,
-        "row_stride": memory.stride(0),
-        "S": problem.slots,
-        "D": columns,
-        "W": shape.writes,
-        "R": shape.reads,
-        "gates": gates,
-        "dtypes": codes,
-    }
+    tensors = {**operands, "memory": memory, "lengths": lengths, "y": y, "repeats": repeats}
+    values = tensors | planned.numbers
     run(
         [Call(launch, values)],
         outputs=[y],
@@ -125,7 +93,11 @@ def decode(backend: Backend, problem: Problem, *, bank: Tensor | None = None, se
     from sdm_rt import repeated_write_slots, sdm_decode_step
 
     memory = problem.memory.clone() if bank is None else bank
-    on_gpu = _strided_copy(memory)
+    storage = memory.untyped_storage()
+    here = torch.empty(0, dtype=torch.uint8).set_(storage)
+    there = here.cuda()
+    # The same layout and offset on the GPU, with whatever lies beside the bank.
+    on_gpu = there.view(memory.dtype).as_strided(memory.shape, memory.stride(), memory.storage_offset())
     lengths = _lengths(problem)
     repeated_write_slots()
     readings = sdm_decode_step(
@@ -134,12 +106,5 @@ def decode(backend: Backend, problem: Problem, *, bank: Tensor | None = None, se
         lengths=None if lengths is None else lengths.cuda(),
     )
     repeats = repeated_write_slots()
-    memory.copy_(on_gpu)
+    here.copy_(there)
     return Decoded(readings.cpu(), memory, repeats)
-
-
-def _strided_copy(memory: Tensor) -> Tensor:
-    """The tensor on the GPU with its whole storage, so that layout and offset stay."""
-    storage = memory.untyped_storage()
-    whole = torch.empty(0, dtype=memory.dtype).set_(storage, 0, (storage.nbytes() // memory.element_size(),))
-    return whole.cuda().as_strided(memory.shape, memory.stride(), memory.storage_offset())

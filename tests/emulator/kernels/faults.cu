@@ -174,6 +174,22 @@ FAULT(cluster_wait_without_arrive) {
     ptx::cluster_wait();
 }
 
+// Sound beside a launch that writes neither x nor y.
+FAULT(early_read) {
+    const int early = x[INDEX];
+    ptx::pdl_wait();
+    y[INDEX] = early;
+}
+
+FAULT(early_write) {
+    y[INDEX] = 1;
+    ptx::pdl_wait();
+}
+
+FAULT(one_block_waits) {
+    if (blockIdx.x == 0) ptx::pdl_wait();
+}
+
 FAULT(trap) {
     __trap();
 }

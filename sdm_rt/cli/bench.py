@@ -38,14 +38,12 @@ import time
 import torch, cupy
 import sdm_rt
 from sdm_rt.cli.bench import Problem
-torch.zeros(1, device="cuda")
+problem = Problem(streams=16, slots=256, columns=1024, lanes=64, steps=1, dtype=torch.bfloat16)
 torch.cuda.synchronize()
 start = time.perf_counter()
-problem = Problem(streams=16, slots=256, columns=1024, lanes=64, steps=1, dtype=torch.bfloat16)
-made = time.perf_counter()
 problem.step(0)
 torch.cuda.synchronize()
-print(time.perf_counter() - made)
+print(time.perf_counter() - start)
 """
 
 

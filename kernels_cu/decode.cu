@@ -3,24 +3,24 @@
 // With the write slots s_n = k_idx[p, n] and the read slots q_idx[p, m] of the token of stream p:
 //     M[s_n] <- exp(g_n) M[s_n]              r = sum_n k_n M[s_n]         delta = beta (v - r)
 //     M[s_n] <- M[s_n] + k_n delta           y = sum_m q_m M[q_idx[m]]
-// Rows of the bank are overwritten, rounded once; y is overwritten. A repeated write slot decays once, by the
-// gate of its first lane, and its weights add in lane order. An index outside the stream's rows is absent. A
-// stream of length 0 keeps its rows and reads 0.
+// Rows of the bank are overwritten, rounded once; y is overwritten. A repeated write slot decays once, by the gate of its
+// first lane, and its weights add in lane order. An index outside the stream's rows is absent. A stream of length 0 keeps
+// its rows and reads 0.
 //
-// Macros  BANK (float, Bf16, Fp16); VECTOR, bank values of one load; GROUPS, a power of two; K_ROWS >= W /
-// GROUPS
-//         and Q_ROWS >= R / GROUPS, rows that a thread holds.
+// Macros  BANK (float, Bf16, Fp16); VECTOR, bank values of one load; GROUPS, a power of two; K_ROWS >= W / GROUPS and
+//         Q_ROWS >= R / GROUPS, rows that a thread holds.
 // Grid    (P, column slices of blockDim.x * VECTOR columns).
 // Block   (threads across a row, GROUPS rows side by side), at most MAX_THREADS threads.
 // Reads   memory [P*S, D] (rows row_stride values apart), k_idx [P, W], k_val [P, W], v [P, D], beta [P],
 //         g [P, W] or [P], q_idx [P, R], q_val [P, R], lengths [P] or null. `dtypes` says how each is stored.
 // Writes  rows of memory, y [P, D]; adds to repeats[0] the write lanes that repeat a slot.
-// Sums    over rows: each group its rows n = group, group + GROUPS, .. in turn, then neighbouring groups
-// pairwise in a
+// Sums    over rows: each group its rows n = group, group + GROUPS, .. in turn, then neighbouring groups pairwise in a
 //         tree: the same bits for every slice width and vector.
-// Shared  dynamic, 4 * (4 * W4 + 2 * R4 + (GROUPS + 1) * slice columns) bytes, W4 and R4 being W and R
-// rounded up to
+// Shared  dynamic, 4 * (3 * W4 + 2 * R4 + (GROUPS + 1) * slice columns) bytes, W4 and R4 being W and R rounded up to
 //         multiples of 4.
+//
+// Time goes by the latency of dependent loads: indices, then rows. So every load of a stage is issued before the first
+// value is looked at, and the work on weights and repeats runs while the rows are under way.
 #include "numeric.cuh"
 
 #define MAX_THREADS 256

@@ -16,6 +16,7 @@
 #include "numeric.cuh"
 
 #define WARPS 4
+#define BLOCKS 5  // on an SM at least: the registers of every variant are planned by it
 #define FULL 0xffffffffu
 
 static __device__ constexpr int widths[] = {FACTORS};
@@ -170,6 +171,7 @@ static __device__ __forceinline__ void select_largest(Scratch& scratch, unsigned
             int4* const bins = reinterpret_cast<int4*>(scratch.histogram + 248 - 8 * lane);
             const int4 low = bins[0], high = bins[1];
             bins[0] = bins[1] = make_int4(0, 0, 0, 0);
+            __syncwarp();
             const int held[8] = {high.w, high.z, high.y, high.x, low.w, low.z, low.y, low.x};
             int sum = 0;
 #pragma unroll
@@ -240,7 +242,7 @@ static __device__ __forceinline__ void sort_falling(T (&keys)[lane_keys]) {
 
 // Reads   raw [rows, sum of widths].
 // Writes  val [rows, min(K, S)] in the format of raw, idx [rows, min(K, S)].
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     topk(const SCORE* raw, SCORE* val, long long* idx, long long rows) {
     __shared__ Scratch scratches[WARPS];
     Scratch& scratch = scratches[threadIdx.x / 32];
@@ -345,7 +347,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 // Reads   idx, grad_val [rows, min(K, S)].
 // Writes  grad_raw [rows, sum of widths], all of it.
 // Shared  static.
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     topk_backward(const long long* idx, const SCORE* grad_val, SCORE* grad_raw, long long rows) {
     __shared__ float grads[WARPS][selected];
     __shared__ unsigned columns[WARPS][selected];

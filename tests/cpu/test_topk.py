@@ -304,7 +304,7 @@ def test_shapes_on_a_gpu_are_known_without_one(dtype, k):
         val, idx = product_key_topk(torch.empty(3, 7, 9, dtype=dtype, device="cuda"), (4, 5), k)
     assert (val.shape, val.dtype, val.device.type) == ((3, 7, min(k, 20)), dtype, "cuda")
     assert (idx.shape, idx.dtype, idx.device.type) == (val.shape, torch.int64, "cuda")
-    # A fake CUDA tensor cannot require grad in a PyTorch without CUDA: the gradient's shape through meta tensors.
+    # Without CUDA in PyTorch no fake CUDA tensor can require grad: the gradient's shape from meta tensors.
     raw = torch.empty(3, 7, 9, dtype=dtype, device="meta", requires_grad=True)
     val, idx = torch.ops.sdm_rt.product_key_topk(raw, (4, 5), k)
     assert not idx.requires_grad

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from sdm_rt.errors import UnsupportedConfigurationError
 from sdm_rt.plan.buffer import Buffer, total_bytes
 from sdm_rt.plan.device import DeviceModel, require_supported
-from sdm_rt.plan.launch import Argument, Dim3, Launch, pdl_defines, pointers
+from sdm_rt.plan.launch import MAX_GRID, Argument, Dim3, Launch, pdl_defines, pointers
 from sdm_rt.plan.phase1 import capacity, plan_phase1, slab_steps, sort_passes
 from sdm_rt.plan.shapes import WriteReadShape, dtype_bytes, kernel_index, kernel_type
 from sdm_rt.plan.shared_memory import require_backward_fits, snapshot_rows
@@ -12,7 +13,15 @@ from sdm_rt.plan.step_plan import StepPlan
 from sdm_rt.plan.tiling import ceil_div
 from sdm_rt.runtime.kernel import KernelSpec
 
-__all__ = ["TRIGGER_MAX_CHUNK", "forward_constants", "plan_forward"]
+__all__ = [
+    "PRODUCT_COLUMNS",
+    "TRIGGER_MAX_CHUNK",
+    "decay_write_kernel",
+    "dual_matmul_kernel",
+    "forward_constants",
+    "gather_kernel",
+    "plan_forward",
+]
 
 TRIGGER_MAX_CHUNK = 64  # up to here the dual matmul is short enough for its dependent to start early
 WORD_BYTES = 16
@@ -58,6 +67,20 @@ def gather_block(shape: WriteReadShape) -> Dim3:
     return min(threads, GATHER_THREADS // groups), groups, 1
 
 
+def gather_kernel(shape: WriteReadShape) -> KernelSpec:
+    """Return the translation unit of the gather."""
+    return KernelSpec(
+        "gather.cu",
+        ("gather",),
+        (
+            ("BANK", kernel_type(shape.bank_dtype)),
+            ("GROUPS", str(gather_block(shape)[1])),
+            ("INDEX", kernel_index(shape.index_dtype)),
+            ("VECTOR", str(vector_values(shape))),
+        ),
+    )
+
+
 def _gather(shape: WriteReadShape) -> Launch:
     W, R, D = shape.writes, shape.reads, shape.head_dim
     vector, block = vector_values(shape), gather_block(shape)
@@ -67,16 +90,7 @@ def _gather(shape: WriteReadShape) -> Launch:
     reads = ("memory", "k_idx", "q_idx", "v", "k_eff", "q_w", "lengths", "cu_seqlens")
     return Launch(
         name="gather",
-        kernel=KernelSpec(
-            "gather.cu",
-            ("gather",),
-            (
-                ("BANK", kernel_type(shape.bank_dtype)),
-                ("GROUPS", str(block[1])),
-                ("INDEX", kernel_index(shape.index_dtype)),
-                ("VECTOR", str(vector)),
-            ),
-        ),
+        kernel=gather_kernel(shape),
         entry="gather",
         grid=(shape.chunk, shape.streams, 2 * ceil_div(D, columns)),
         block=block,
@@ -95,6 +109,20 @@ def _gather(shape: WriteReadShape) -> Launch:
     )
 
 
+def dual_matmul_kernel(shape: WriteReadShape, columns: int, triggers: bool) -> KernelSpec:
+    """Return the translation unit of the dual matmul for blocks of ``columns`` columns."""
+    return KernelSpec(
+        "dual_matmul.cu",
+        ("dual_matmul",),
+        (
+            ("BANK", kernel_type(shape.bank_dtype)),
+            ("COLUMNS", str(columns)),
+            ("SAVE", str(int(shape.training))),
+            *pdl_defines(waits=False, triggers=triggers),
+        ),
+    )
+
+
 def _dual_matmul(shape: WriteReadShape, triggers: bool, device: DeviceModel) -> Launch:
     C, D = shape.chunk, shape.head_dim
     wide, narrow = PRODUCT_COLUMNS
@@ -105,16 +133,7 @@ def _dual_matmul(shape: WriteReadShape, triggers: bool, device: DeviceModel) -> 
     moved = triangles + shape.step_tokens * (4 * (3 + save) * D + shape.row_bytes + 4)
     return Launch(
         name="dual_matmul",
-        kernel=KernelSpec(
-            "dual_matmul.cu",
-            ("dual_matmul",),
-            (
-                ("BANK", kernel_type(shape.bank_dtype)),
-                ("COLUMNS", str(columns)),
-                ("SAVE", str(save)),
-                *pdl_defines(waits=False, triggers=triggers),
-            ),
-        ),
+        kernel=dual_matmul_kernel(shape, columns, triggers),
         entry="dual_matmul",
         grid=(shape.streams, ceil_div(D, columns), 1),
         block=(PRODUCT_TILE * columns // 4, 1, 1),
@@ -133,30 +152,47 @@ def _dual_matmul(shape: WriteReadShape, triggers: bool, device: DeviceModel) -> 
     )
 
 
+def write_loads(shape: WriteReadShape) -> int:
+    """Return the words of a row that a thread of the decay-and-write holds: a power of two up to four."""
+    return min(WRITE_LOADS, _power_of_two(ceil_div(shape.head_dim, 32 * vector_values(shape))))
+
+
+def _snapshot_code(shape: WriteReadShape) -> str:
+    if not shape.training:
+        return "0"
+    # "bf16" keeps a bfloat16 bank's rows as "none" does.
+    kept = "none" if shape.snapshot == "bf16" and shape.bank_dtype == "bfloat16" else shape.snapshot
+    return SNAPSHOT_CODES[kept]
+
+
+def decay_write_kernel(shape: WriteReadShape, pdl: bool) -> KernelSpec:
+    """Return the translation unit of the decay-and-write, with or without programmatic dependent launch."""
+    return KernelSpec(
+        "decay_write.cu",
+        ("decay_write",),
+        (
+            ("BANK", kernel_type(shape.bank_dtype)),
+            ("LOADS", str(write_loads(shape))),
+            *pdl_defines(waits=pdl),
+            ("SNAPSHOT", _snapshot_code(shape)),
+            ("VECTOR", str(vector_values(shape))),
+        ),
+    )
+
+
 def _decay_write(shape: WriteReadShape, pdl: bool) -> Launch:
-    vector = vector_values(shape)
-    loads = min(WRITE_LOADS, ceil_div(shape.head_dim, 32 * vector))
+    slice_columns = 32 * vector_values(shape) * write_loads(shape)
     slots = capacity(shape)
     floor = shape.write_rows * shape.row_bytes
     kept = shape.write_rows * shape.snapshot_row_bytes if shape.training else 0
     small = shape.write_rows * 16 + shape.step_tokens * (8 * shape.writes + 4 * shape.head_dim)
     whole_rows = shape.training and shape.snapshot in ("fp8", "int4")  # one scale a row
-    slices = 1 if whole_rows else ceil_div(shape.head_dim, 32 * vector * loads)
+    slices = 1 if whole_rows else ceil_div(shape.head_dim, slice_columns)
     reads = ("memory", "delta", "slots", "slot_count", "write_terms")
     writes = ("memory", "snapshot", "snapshot_scale")
     return Launch(
         name="decay_write",
-        kernel=KernelSpec(
-            "decay_write.cu",
-            ("decay_write",),
-            (
-                ("BANK", kernel_type(shape.bank_dtype)),
-                ("LOADS", str(loads)),
-                *pdl_defines(waits=pdl),
-                ("SNAPSHOT", SNAPSHOT_CODES[shape.snapshot] if shape.training else "0"),
-                ("VECTOR", str(vector)),
-            ),
-        ),
+        kernel=decay_write_kernel(shape, pdl),
         entry="decay_write",
         grid=(ceil_div(slots, WRITE_WARPS), shape.streams, slices),
         block=(32 * WRITE_WARPS, 1, 1),
@@ -217,13 +253,19 @@ def plan_forward(shape: WriteReadShape, device: DeviceModel) -> StepPlan:
     Raises
     ------
     UnsupportedConfigurationError
-        For a training call whose backward does not fit the GPU's shared memory.
+        For a training call whose backward does not fit the GPU's shared memory, and for more streams than a
+        grid holds.
     RuntimeError
         For a GPU below compute capability 8.0.
     """
     require_supported(device)
     if shape.training:
         require_backward_fits(shape.chunk, shape.bank_dtype, shape.gradient_bank_dtype, device)
+    if shape.streams > MAX_GRID[1]:
+        raise UnsupportedConfigurationError(
+            f"{shape.streams:,} streams do not fit the grid of one launch, which holds at most "
+            f"{MAX_GRID[1]:,}; split the call"
+        )
     if shape.streams == 0 or shape.tokens == 0:
         return StepPlan("forward", device, shape, steps=0, first_step=(), step=())
     decay_write = _decay_write(shape, device.pdl)
@@ -234,7 +276,8 @@ def plan_forward(shape: WriteReadShape, device: DeviceModel) -> StepPlan:
     phase1 = plan_phase1(shape, slab, device)
     buffers = (*phase1.buffers, *_buffers(shape))
     kept, scratch = (total_bytes(buffers, kept=kept) for kept in (True, False))
-    notes.append(f"working memory {scratch / 2**20:,.1f} MiB, kept for the backward {kept / 2**20:,.1f} MiB")
+    memory = f"working memory {scratch / 2**20:,.1f} MiB"
+    notes.append(f"{memory}, kept for the backward {kept / 2**20:,.1f} MiB" if kept else memory)
     if shape.training:
         rows, bits = snapshot_rows(shape.chunks, shape.streams, shape.chunk, shape.writes)
         size = shape.chunks * shape.write_rows * shape.snapshot_row_bytes

@@ -1,8 +1,9 @@
 """What a compiled kernel takes of an SM: registers, static shared memory, spills, threads.
 
 Two sources, always told apart: ``resources.json``, written from NVRTC's own log by a script and held by CI,
-and the design budgets of kernels that are planned but not built yet (their ``__launch_bounds__`` cap the
-registers, so a budget is an upper bound that the compiler is held to, not a measurement).
+and the budgets of kernels that the table does not list, planned but not built yet or of a variant for which
+there is no room (their ``__launch_bounds__`` cap the registers, so a budget is an upper bound that the
+compiler is held to, not a measurement).
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ import json
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from sdm_rt.plan.device import DeviceModel
 from sdm_rt.runtime.kernel import KernelSpec
 
-__all__ = ["BUDGETS", "TABLE", "KernelResources", "kernel_resources", "resource_key"]
+__all__ = ["BUDGETS", "FIGURES", "TABLE", "KernelResources", "kernel_resources", "resource_key"]
 
 TABLE = Path(__file__).with_name("resources.json")
+FIGURES = ("registers", "static_shared", "spill_stores", "spill_loads")  # of a kernel on a target, in order
 
 
 @dataclass(frozen=True)
@@ -46,20 +47,18 @@ class KernelResources:
 
 # (threads of the largest block, resident blocks per SM) of __launch_bounds__, by kernel file.
 BUDGETS: dict[str, tuple[int, int]] = {
-    "gather.cu": (512, 2),
-    "dual_matmul.cu": (256, 3),
-    "decay_write.cu": (256, 2),
-    "phase1_sort.cu": (512, 4),
-    "phase1_scan.cu": (256, 2),
-    "phase1_gram.cu": (64, 16),
-    "solve.cu": (256, 4),
     "gwr.cu": (256, 4),
     "du_update.cu": (256, 1),
     "phase_a.cu": (256, 3),
     "gds.cu": (256, 4),
     "column_sum.cu": (256, 8),
     "phase1_backward_pairs.cu": (512, 2),
+    "topk.cu": (128, 4),
 }
+
+# The most static shared memory, bytes, of files whose variants are without number: topk.cu is compiled for
+# any factors and k, so the table holds the usual ones and plans of others take the budget.
+STATIC_BUDGETS: dict[str, int] = {"topk.cu": 28672}
 
 
 def resource_key(spec: KernelSpec, entry: str) -> str:
@@ -68,8 +67,8 @@ def resource_key(spec: KernelSpec, entry: str) -> str:
 
 
 @cache
-def _table() -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
-    table: dict[str, dict[str, dict[str, dict[str, Any]]]] = json.loads(TABLE.read_text(encoding="utf-8"))
+def _table() -> dict[str, dict[str, dict[str, list[int]]]]:
+    table: dict[str, dict[str, dict[str, list[int]]]] = json.loads(TABLE.read_text(encoding="utf-8"))
     return table
 
 
@@ -77,10 +76,10 @@ def _budget(file: str, device: DeviceModel) -> KernelResources:
     threads, blocks = BUDGETS[file]
     # ptxas gives a thread the registers that keep `blocks` blocks resident, in whole allocation units.
     per_thread = device.registers_per_sm // (threads * blocks) // 8 * 8
-    return KernelResources(registers=min(per_thread, 255), measured=False)
+    return KernelResources(min(per_thread, 255), STATIC_BUDGETS.get(file, 0), measured=False)
 
 
-def _target(targets: dict[str, dict[str, Any]], device: DeviceModel) -> str | None:
+def _target(targets: dict[str, list[int]], device: DeviceModel) -> str | None:
     """Return the newest target that is not newer than the device."""
     capability = {target: divmod(int(target.removeprefix("sm_")), 10) for target in targets}
     known = [target for target in targets if capability[target] <= device.compute_capability]
@@ -102,25 +101,19 @@ def kernel_resources(spec: KernelSpec, entry: str, device: DeviceModel) -> Kerne
     Returns
     -------
     KernelResources
-        Measured figures where the table lists the file, else its design budget.
+        Measured figures where the table lists the kernel, else the budget of its file.
 
     Raises
     ------
     LookupError
         Where neither source knows the kernel, naming the missing key.
     """
-    kernels = _table().get(spec.file)
-    if kernels is None and spec.file in BUDGETS:
-        return _budget(spec.file, device)
     key = resource_key(spec, entry)
-    targets = (kernels or {}).get(key, {})
+    targets = _table().get(spec.file, {}).get(key, {})
+    if not targets and spec.file in BUDGETS:
+        return _budget(spec.file, device)
     target = _target(targets, device)
     if target is None:
         raise LookupError(f"{TABLE.name} has no figures of {spec.file} {key} for {device.arch}")
-    figures = targets[target]
-    return KernelResources(
-        registers=figures["registers"],
-        static_shared=figures["static_shared"],
-        spill_stores=figures["spill_stores"],
-        spill_loads=figures["spill_loads"],
-    )
+    registers, static_shared, spill_stores, spill_loads = targets[target]
+    return KernelResources(registers, static_shared, spill_stores, spill_loads)

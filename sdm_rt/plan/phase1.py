@@ -15,7 +15,7 @@ from sdm_rt.plan.shapes import WriteReadShape, dtype_bytes, kernel_index, kernel
 from sdm_rt.plan.tiling import ceil_div
 from sdm_rt.runtime.kernel import KernelSpec
 
-__all__ = ["Phase1", "capacity", "plan_phase1", "plan_solve", "slab_steps", "sort_passes"]
+__all__ = ["Phase1", "capacity", "phase1_kernels", "plan_phase1", "plan_solve", "slab_steps", "sort_passes"]
 
 SORT_THREADS = 512
 SORT_DIGIT_BITS = 8
@@ -34,6 +34,8 @@ SLOT_RECORD_BYTES = 16
 PLACE_BYTES = 8
 LOG_DECAY_BYTES = 16
 SORT_ITEM_BYTES = 8
+
+SOLVE_KERNEL = KernelSpec("solve.cu", ("solve",))
 
 _SLAB = Argument("slab_step", "int32", step_dependent=True)
 
@@ -109,6 +111,17 @@ def _buffers(shape: WriteReadShape, chunks: int) -> tuple[Buffer, ...]:
     )
 
 
+def phase1_kernels(shape: WriteReadShape) -> dict[str, KernelSpec]:
+    """Return the translation units of Phase 1 and the solve, by their entry."""
+    bank, index = ("BANK", kernel_type(shape.bank_dtype)), ("INDEX", kernel_index(shape.index_dtype))
+    return {
+        "phase1_sort": KernelSpec("phase1_sort.cu", ("phase1_sort",), (index,)),
+        "phase1_scan": KernelSpec("phase1_scan.cu", ("phase1_scan",), (bank, index)),
+        "phase1_gram": KernelSpec("phase1_gram.cu", ("phase1_gram",), (bank,)),
+        "solve": SOLVE_KERNEL,
+    }
+
+
 def _sort(shape: WriteReadShape, chunks: int, device: DeviceModel) -> tuple[Launch, Buffer]:
     lanes = shape.chunk * (shape.writes + shape.reads)
     blocks = min(chunks, SORT_BLOCKS_PER_SM * device.sm_count)
@@ -116,7 +129,7 @@ def _sort(shape: WriteReadShape, chunks: int, device: DeviceModel) -> tuple[Laun
     moved = chunks * lanes * (dtype_bytes(shape.index_dtype) + 4)
     launch = Launch(
         name="phase1_sort",
-        kernel=KernelSpec("phase1_sort.cu", ("phase1_sort",), (("INDEX", kernel_index(shape.index_dtype)),)),
+        kernel=phase1_kernels(shape)["phase1_sort"],
         entry="phase1_sort",
         grid=(blocks, 1, 1),
         block=(SORT_THREADS, 1, 1),
@@ -146,11 +159,7 @@ def _scan(shape: WriteReadShape, chunks: int) -> Launch:
     moved += chunks * capacity(shape) * (SLOT_RECORD_BYTES + LOG_DECAY_BYTES)
     return Launch(
         name="phase1_scan",
-        kernel=KernelSpec(
-            "phase1_scan.cu",
-            ("phase1_scan",),
-            (("BANK", kernel_type(shape.bank_dtype)), ("INDEX", kernel_index(shape.index_dtype))),
-        ),
+        kernel=phase1_kernels(shape)["phase1_scan"],
         entry="phase1_scan",
         grid=(chunks, 1, 1),
         block=(SCAN_THREADS, 1, 1),
@@ -174,7 +183,7 @@ def _gram(shape: WriteReadShape, chunks: int) -> Launch:
     moved = chunks * (lanes * (PARTNERS_BYTES + dtype_bytes(shape.bank_dtype)) + 2 * 4 * C * C)
     return Launch(
         name="phase1_gram",
-        kernel=KernelSpec("phase1_gram.cu", ("phase1_gram",), (("BANK", kernel_type(shape.bank_dtype)),)),
+        kernel=phase1_kernels(shape)["phase1_gram"],
         entry="phase1_gram",
         grid=(chunks, ceil_div(C, GRAM_BAND), 2),
         block=(GRAM_BAND, 1, 1),
@@ -203,7 +212,7 @@ def plan_solve(chunks: int, chunk: int) -> Launch:
     moved = chunks * 4 * (4 * chunk * chunk + chunk)
     return Launch(
         name="solve",
-        kernel=KernelSpec("solve.cu", ("solve",)),
+        kernel=SOLVE_KERNEL,
         entry="solve",
         grid=(chunks, ceil_div(chunk, SOLVE_PANEL), 1),
         block=(SOLVE_THREADS, 1, 1),

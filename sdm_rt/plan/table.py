@@ -104,7 +104,7 @@ def describe(plan: StepPlan) -> str:
         rows.append((f"[{title}]",))
         rows.extend(_row(plan, call) for call in calls)
         if len(calls) > 1:
-            rows.append(_total_row(plan, "sum of the step", calls))
+            rows.append(_total_row(plan, "sum", calls))
     lines = [
         f"{plan.name} on {device.name} (compute capability {major}.{minor}, {device.sm_count} SMs, "
         f"{device.shared_memory_per_block:,} bytes of shared memory a block, "

@@ -8,26 +8,42 @@ Needs NVRTC and no GPU. A test compiles the same variants and compares.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from itertools import product
+from multiprocessing import get_context
+from typing import Any
 
 from sdm_rt.plan.decode import GROUPS, decode_kernel
-from sdm_rt.plan.kernel_resources import TABLE, resource_key
-from sdm_rt.plan.shapes import BANK_DTYPES, MAX_LANES, DecodeShape
+from sdm_rt.plan.forward import PRODUCT_COLUMNS, decay_write_kernel, dual_matmul_kernel, gather_kernel
+from sdm_rt.plan.kernel_resources import FIGURES, TABLE, resource_key
+from sdm_rt.plan.phase1 import phase1_kernels
+from sdm_rt.plan.shapes import (
+    BANK_DTYPES,
+    INDEX_DTYPES,
+    MAX_LANES,
+    SNAPSHOTS,
+    DecodeShape,
+    WriteReadShape,
+    dtype_bytes,
+)
+from sdm_rt.plan.topk import TopkShape, topk_kernel
 from sdm_rt.runtime.kernel import KernelSpec
 from sdm_rt.runtime.nvrtc import kernel_figures
 from sdm_rt.runtime.sources import expand, find_kernels
 
-__all__ = ["TARGETS", "figures_of", "variants"]
+__all__ = ["TARGETS", "figures_of", "figures_of_all", "text", "variants"]
 
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
-Figures = dict[str, dict[str, int]]
+# Words of a row, one count for each choice that a forward plan makes by the width of a row.
+ROW_WORDS = (1, 17, 33, 65, 129, 257, 513)
+
+Figures = dict[str, list[int]]  # resource key -> FIGURES of `kernel_resources`
+Table = dict[str, dict[str, Figures]]  # file -> resource key -> target -> the same
 
 
-def variants(target: str) -> Iterator[KernelSpec]:
-    """Yield every translation unit that plans can choose on GPUs of a target."""
-    pdl = int(target.removeprefix("sm_")) >= 90
+def _decode_variants(pdl: bool) -> Iterator[KernelSpec]:
     rows = GROUPS
     while rows <= MAX_LANES:
         for dtype, aligned in product(BANK_DTYPES, (True, False)):
@@ -38,37 +54,88 @@ def variants(target: str) -> Iterator[KernelSpec]:
         rows *= 2
 
 
+def _forward_shapes(**options: Any) -> Iterator[WriteReadShape]:
+    """Yield rows of every word size and of every width class."""
+    for dtype in BANK_DTYPES:
+        for exponent in range((16 // dtype_bytes(dtype)).bit_length()):
+            for words in ROW_WORDS:
+                yield WriteReadShape(
+                    streams=1,
+                    tokens=1,
+                    chunk=1,
+                    writes=1,
+                    reads=1,
+                    head_dim=words << exponent,
+                    slots=1,
+                    bank_dtype=dtype,
+                    **options,
+                )
+
+
+def _forward_variants(pdl: bool) -> Iterator[KernelSpec]:
+    for index in INDEX_DTYPES:
+        for shape in _forward_shapes(index_dtype=index):
+            yield from phase1_kernels(shape).values()
+            yield gather_kernel(shape)
+        for chunk, slots in product((1, 256), (1, 2**30)):  # items and blocks of the sort
+            wide = WriteReadShape(1, 1, chunk, 128, 128, 1, slots, index_dtype=index)
+            yield phase1_kernels(wide)["phase1_sort"]
+    for training, snapshot in ((False, "none"), *product((True,), SNAPSHOTS)):
+        for shape in _forward_shapes(training=training, snapshot=snapshot):
+            for columns, triggers in product(PRODUCT_COLUMNS, {False, pdl}):
+                yield dual_matmul_kernel(shape, columns, triggers)
+            yield decay_write_kernel(shape, pdl)
+
+
+def _topk_variants() -> Iterator[KernelSpec]:
+    """Yield usual selections, those of banks of 10,000 and of 65,536 slots, and one of the largest k."""
+    for dtype, factors in product(BANK_DTYPES, ((100, 100), (256, 256))):
+        yield topk_kernel(TopkShape(1, factors, 64, dtype))
+    yield topk_kernel(TopkShape(1, (16, 16, 16), MAX_LANES, "float32"))
+
+
+def variants(target: str) -> tuple[KernelSpec, ...]:
+    """Return every translation unit that plans can choose on GPUs of a target, in a fixed order.
+
+    Top-k has variants without number: some of them.
+    """
+    pdl = int(target.removeprefix("sm_")) >= 90
+    return tuple(sorted({*_decode_variants(pdl), *_forward_variants(pdl), *_topk_variants()}))
+
+
 def figures_of(spec: KernelSpec, target: str) -> Figures:
     """Return the table's entries of one translation unit on one target, by resource key."""
     source = expand(spec, find_kernels())
     return {
-        resource_key(spec, entry): {
-            "registers": figures.registers,
-            "static_shared": figures.static_shared,
-            "spill_stores": figures.spill_stores,
-            "spill_loads": figures.spill_loads,
-        }
+        resource_key(spec, entry): [getattr(figures, name) for name in FIGURES]
         for entry, figures in kernel_figures(source.text, target, spec.file).items()
     }
 
 
-def main() -> None:
-    """Compile everything and write the table."""
-    table: dict[str, dict[str, Figures]] = {}
-    for target in TARGETS:
-        for spec in variants(target):
-            for key, figures in figures_of(spec, target).items():
-                table.setdefault(spec.file, {}).setdefault(key, {})[target] = figures
+def figures_of_all(targets: Iterable[str] = TARGETS) -> Table:
+    """Compile every variant for the targets, in as many processes as the machine has cores."""
+    jobs = [(spec, target) for target in targets for spec in variants(target)]
+    table: Table = {}
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        results = pool.map(figures_of, *zip(*jobs, strict=True), chunksize=8)
+        for (spec, target), figures in zip(jobs, results, strict=True):
+            for key, found in figures.items():
+                table.setdefault(spec.file, {}).setdefault(key, {})[target] = found
+    return table
+
+
+def text(table: Table) -> str:
+    """Return the table as the file's text: one line a kernel variant."""
     files = []
     for file, kernels in sorted(table.items()):
-        lines = []
-        for key, targets in sorted(kernels.items()):
-            body = ",\n".join(
-                f"   {json.dumps(target)}: {json.dumps(figures)}" for target, figures in targets.items()
-            )
-            lines.append(f"  {json.dumps(key)}: {{\n{body}\n  }}")
-        files.append(f" {json.dumps(file)}: {{\n" + ",\n".join(lines) + "\n }")
-    TABLE.write_text("{\n" + ",\n".join(files) + "\n}\n", encoding="utf-8")
+        lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(kernels[key])}" for key in sorted(kernels))
+        files.append(f" {json.dumps(file)}: {{\n{lines}\n }}")
+    return "{\n" + ",\n".join(files) + "\n}\n"
+
+
+def main() -> None:
+    """Compile everything and write the table."""
+    TABLE.write_text(text(figures_of_all()), encoding="utf-8")
 
 
 if __name__ == "__main__":

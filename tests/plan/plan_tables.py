@@ -1,4 +1,8 @@
-"""Committed plan tables: how a case's plans become a file, and the file's path."""
+"""Committed plan tables, one file a preset: how the plans of the cases become its text.
+
+Arguments, reads and writes are left out, since other tests hold them against the kernels, and what a built
+kernel takes of an SM, which the test of resources.json holds.
+"""
 
 from __future__ import annotations
 
@@ -9,86 +13,91 @@ from typing import Any
 from sdm_rt.errors import UnsupportedConfigurationError
 from sdm_rt.plan.backward import plan_backward, plan_reference_backward
 from sdm_rt.plan.decode import plan_decode
-from sdm_rt.plan.device import PRESETS, DeviceModel
+from sdm_rt.plan.device import PRESETS
 from sdm_rt.plan.forward import plan_forward
 from sdm_rt.plan.step_plan import StepPlan
 from tests.plan.cases import DECODE_CASES, WRITE_READ_CASES
 
 FOLDER = Path(__file__).with_name("tables")
 SECTIONS = ("prologue", "first_step", "step", "epilogue")
-# What a built kernel takes of an SM is held by the test of resources.json, not by these tables.
-MEASURED = ("registers", "static_shared", "resident_blocks", "resident_limit", "waves")
+BUDGETED = ("registers", "resident_blocks", "waves")  # kept of a kernel that is planned and not built
+LAUNCH = ("entry", "function", "grid", "block", "shared_memory", "bytes_moved", "floor_bytes")
 
 CASE_NAMES = (*WRITE_READ_CASES, *DECODE_CASES)
 PRESET_NAMES = tuple(PRESETS)
 
-
-def path(preset: str, case: str) -> Path:
-    return FOLDER / preset / f"{case}.json"
+Table = dict[str, Any]
 
 
-def _row(call: dict[str, Any]) -> dict[str, Any]:
-    """Return a launch in the tables' short form."""
-    row = dict(call)
-    if row.pop("registers_measured", False):
-        for figure in MEASURED:
-            row.pop(figure)
-    if "arguments" in row:
-        row["arguments"] = " ".join(
-            f"{argument['name']}:{argument['kind']}{'*' * argument['step_dependent']}"
-            for argument in row["arguments"]
-        )
-    if row.get("cluster") == [1, 1, 1]:
-        del row["cluster"]
-    if "defines" in row:
-        row["defines"] = " ".join(f"{name}={value}" for name, value in row["defines"].items())
-    row.pop("note", None)
-    return {key: " ".join(value) if key in ("reads", "writes") else value for key, value in row.items()}
+def path(preset: str) -> Path:
+    return FOLDER / f"{preset}.json"
 
 
-def _table(plan: StepPlan) -> dict[str, Any]:
-    table = {**plan.to_dict(), "device": plan.device.name}
+def _launch(call: dict[str, Any]) -> Table:
+    row = {key: call[key] for key in LAUNCH if key in call}
+    if defines := call.get("defines"):
+        row["defines"] = " ".join(f"{name}={value}" for name, value in defines.items())
+    if row.get("entry") == call["name"]:
+        del row["entry"]
+    row["flags"] = " ".join(flag for flag in ("pdl", "triggers") if call.get(flag))
+    if call.get("cluster", [1, 1, 1]) != [1, 1, 1]:
+        row["cluster"] = call["cluster"]
+    if not call.get("registers_measured", True):
+        row |= {figure: call[figure] for figure in BUDGETED}
+    return {call["name"]: {key: value for key, value in row.items() if value not in ("", 0)}}
+
+
+def _plan(plan: StepPlan) -> Table:
+    made = plan.to_dict()
+    table: Table = {
+        key: made[key] for key in ("steps", "order", "slab_steps", "launch_count", "bytes_moved", "floor_us")
+    }
     for section in SECTIONS:
-        table[section] = [_row(call) for call in table[section]]
+        table[section] = [_launch(call) for call in made[section]]
     if table["step"] == table["first_step"]:
-        table["step"] = "as first_step"
-    return table
+        del table["first_step"]
+    for kept in (False, True):
+        buffers = {one["name"]: one["bytes"] for one in made["buffers"] if one["kept"] == kept}
+        table["kept" if kept else "scratch"] = buffers
+    return {key: value for key, value in table.items() if value}
 
 
-def tables(preset: str, case: str) -> dict[str, Any]:
+def table(preset: str, case: str) -> Table:
     """Return what the planner says of a case on a preset: each plan, or the message of its refusal.
 
     A reference backward that equals the backward is left out.
     """
-    device: DeviceModel = PRESETS[preset]
+    device = PRESETS[preset]
     if case in DECODE_CASES:
-        return {"decode": _table(plan_decode(DECODE_CASES[case], device))}
+        return {"decode": _plan(plan_decode(DECODE_CASES[case], device))}
     shape = WRITE_READ_CASES[case]
     planners: dict[str, Any] = {"forward": plan_forward}
     if shape.training:
         planners.update(backward=plan_backward, reference_backward=plan_reference_backward)
-    result: dict[str, Any] = {}
+    result: Table = {}
     for name, planner in planners.items():
         try:
-            result[name] = _table(planner(shape, device))
+            result[name] = _plan(planner(shape, device))
         except UnsupportedConfigurationError as error:
             result[name] = {"refused": str(error)}
-    reference = result.get("reference_backward", {})
-    if all(reference[key] == value for key, value in result.get("backward", {}).items() if key != "name"):
+    if result.get("reference_backward") == result.get("backward"):
         result.pop("reference_backward", None)
     return result
 
 
-def text(content: dict[str, Any]) -> str:
-    """Return a table file's text: one line a launch, so that differences read well."""
-    blocks = []
-    for name, plan in content.items():
-        lines = []
-        for key, value in plan.items():
-            if key in SECTIONS and isinstance(value, list) and value:
-                rows = ",\n      ".join(json.dumps(call) for call in value)
-                lines.append(f"    {json.dumps(key)}: [\n      {rows}\n    ]")
-            else:
-                lines.append(f"    {json.dumps(key)}: {json.dumps(value)}")
-        blocks.append(f"  {json.dumps(name)}: {{\n" + ",\n".join(lines) + "\n  }")
-    return "{\n" + ",\n".join(blocks) + "\n}\n"
+def text(preset: str) -> str:
+    """Return a file's text: one line a launch, so that differences read well."""
+    cases = []
+    for case in CASE_NAMES:
+        plans = []
+        for name, plan in table(preset, case).items():
+            lines = []
+            for key, value in plan.items():
+                if key in SECTIONS:
+                    rows = ",\n     ".join(json.dumps(call) for call in value)
+                    lines.append(f'   "{key}": [\n     {rows}\n   ]')
+                else:
+                    lines.append(f'   "{key}": {json.dumps(value)}')
+            plans.append(f'  "{name}": {{\n' + ",\n".join(lines) + "\n  }")
+        cases.append(f' "{case}": {{\n' + ",\n".join(plans) + "\n }")
+    return "{\n" + ",\n".join(cases) + "\n}\n"

@@ -1,23 +1,22 @@
-"""Write tests/plan/tables anew from the planner: ``python -m tests.plan.regenerate``.
+"""Write tests/plan/tables and the examples of docs/planning.md anew: ``python -m tests.plan.regenerate``.
 
 Read the difference by eye. What must hold whatever the tables say is asserted elsewhere in this folder.
 """
 
 from __future__ import annotations
 
-from tests.plan.plan_tables import CASE_NAMES, FOLDER, PRESET_NAMES, path, tables, text
+from tests.plan import planning_page
+from tests.plan.plan_tables import FOLDER, PRESET_NAMES, path, text
 
 
 def main() -> None:
-    written = set()
+    FOLDER.mkdir(exist_ok=True)
     for preset in PRESET_NAMES:
-        for case in CASE_NAMES:
-            file = path(preset, case)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text(tables(preset, case)), encoding="utf-8")
-            written.add(file)
-    for stale in set(FOLDER.rglob("*.json")) - written:
+        path(preset).write_text(text(preset), encoding="utf-8")
+    for stale in set(FOLDER.rglob("*.json")) - {path(preset) for preset in PRESET_NAMES}:
         stale.unlink()
+    page = planning_page.PATH
+    page.write_text(planning_page.rewritten(page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from sdm_rt.plan.backward import plan_backward
 from sdm_rt.plan.decode import plan_decode
 from sdm_rt.plan.device import preset
 from sdm_rt.plan.forward import plan_forward
+from sdm_rt.plan.launch import Launch
 from sdm_rt.plan.shapes import DecodeShape, WriteReadShape
 from sdm_rt.plan.step_plan import StepPlan
 from tests.plan.cases import FLAGSHIP, WRITE_READ_CASES
@@ -38,8 +39,16 @@ def test_flagship_backward_step_is_117_megabytes_and_27_6_us() -> None:
 def test_flagship_loops_are_8_1_and_14_1_ms() -> None:
     forward, backward = plan_forward(FLAGSHIP, preset("h200")), plan_backward(FLAGSHIP, preset("h200"))
     assert forward.steps == backward.steps == 512
-    assert forward.device.floor_us(forward.total("floor_bytes")) / 1e3 == pytest.approx(8.1, abs=0.05)
+    assert forward.device.floor_us(512 * step_floor(forward)) / 1e3 == pytest.approx(8.1, abs=0.05)
     assert backward.device.floor_us(backward.total("floor_bytes")) / 1e3 == pytest.approx(14.1, abs=0.06)
+
+
+def test_the_forwards_total_holds_phase_1_beside_the_loop() -> None:
+    plan = plan_forward(FLAGSHIP, preset("h200"))
+    assert plan.slabs == 1
+    phase1 = sum(launch.floor_bytes for launch in plan.prologue if isinstance(launch, Launch))
+    assert plan.total("floor_bytes") == 512 * step_floor(plan) + phase1
+    assert plan.device.floor_us(phase1) / 1e3 == pytest.approx(0.197, abs=0.001)
 
 
 def test_no_grad_forward_leaves_out_the_snapshot() -> None:
@@ -78,19 +87,40 @@ def test_bytes_moved_by_hand() -> None:
     """One token, one slot, one column, float32 bank: every operand counted once."""
     shape = WriteReadShape(1, 1, 1, 1, 1, 1, 1, bank_dtype="float32")
     gather, dual_matmul, decay_write = plan_forward(shape, preset("h100")).step
-    # Rows of K, Q and the snapshot; two int64 indices and two float32 weights; retrieved and inter.
-    assert gather.bytes_moved == 3 * 4 + 2 * (8 + 4) + 2 * 4
-    # x, qx and a; beta; v and readings; retrieved, inter, delta and err.
-    assert dual_matmul.bytes_moved == 3 * 4 + 4 + 2 * 4 + 4 * 4
-    # The row read and written; payload, slot, weight and rex of the entry; delta.
-    assert decay_write.bytes_moved == 2 * 4 + 4 * 4 + 4
+    # A row of K and of Q; two int64 indices and two float32 weights; v; residual and inter.
+    assert gather.bytes_moved == 2 * 4 + 2 * (8 + 4) + 4 + 2 * 4
+    # x, qx and a; beta; the readings; residual, inter, delta and err.
+    assert dual_matmul.bytes_moved == 3 * 4 + 4 + 4 + 4 * 4
+    # The row read, written and kept; the slot's record and the write's term; delta.
+    assert decay_write.bytes_moved == 3 * 4 + 16 + 8 + 4
+    assert gather.floor_bytes == decay_write.floor_bytes == 2 * 4
+    assert dual_matmul.floor_bytes == 0
+
+
+def test_phase_1_bytes_by_hand() -> None:
+    """A chunk of one token with two writes and three reads, bfloat16 bank, 9 slots."""
+    sort, scan, gram, solve = plan_forward(WriteReadShape(1, 1, 1, 2, 3, 8, 9), preset("h100")).prologue
+    # Five int64 indices to five entries.
+    assert sort.bytes_moved == 5 * (8 + 4)
+    # Each entry: itself, its weight, what Phase 2 uses of it, its partners. Each write: its entry, its term,
+    # its place. At most two slots: a record and a total.
+    assert scan.bytes_moved == 5 * (4 + 2 + 4 + 16) + 2 * (16 + 8 + 8) + 2 * (16 + 16)
+    # Partners and weight of each entry; a and qk.
+    assert gram.bytes_moved == 5 * (16 + 2) + 2 * 4
+    # a, qk, x and qx; beta.
+    assert solve.bytes_moved == 4 * 4 + 4
+    for launch in (sort, scan, gram, solve):
+        assert launch.floor_bytes == launch.bytes_moved
 
 
 def test_totals_add_up() -> None:
-    plan = plan_backward(WriteReadShape(2, 150, 64, 8, 8, 128, 256), preset("h100"))
-    for field in ("bytes_moved", "floor_bytes"):
-        assert plan.total(field) == sum(getattr(call, field) for _, call in plan.launches())
-    assert plan.launch_count == len(list(plan.launches())) == 3 * 4 + 1
+    shape = WriteReadShape(2, 150, 64, 8, 8, 128, 256)
+    backward, forward = plan_backward(shape, preset("h100")), plan_forward(shape, preset("h100"))
+    slabs = dataclasses.replace(forward, slab_steps=2)
+    for plan, count in ((backward, 3 * 4 + 1), (forward, 4 + 3 * 3), (slabs, 2 * 4 + 3 * 3)):
+        for field in ("bytes_moved", "floor_bytes"):
+            assert plan.total(field) == sum(getattr(call, field) for _, call in plan.launches())
+        assert plan.launch_count == len(list(plan.launches())) == count
 
 
 def test_decode_moves_write_rows_twice_and_read_rows_once() -> None:

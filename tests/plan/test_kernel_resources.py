@@ -9,11 +9,17 @@ import pytest
 
 from sdm_rt.plan import kernel_resources as module
 from sdm_rt.plan.device import preset
-from sdm_rt.plan.kernel_resources import BUDGETS, TABLE, KernelResources, kernel_resources, resource_key
+from sdm_rt.plan.kernel_resources import (
+    BUDGETS,
+    STATIC_BUDGETS,
+    TABLE,
+    KernelResources,
+    kernel_resources,
+    resource_key,
+)
 from sdm_rt.runtime.kernel import KernelSpec
 
 SPEC = KernelSpec("decode.cu", ("decode",), (("BANK", "Bf16"), ("VECTOR", "8")))
-FIGURES = {"registers": 40, "static_shared": 16, "spill_stores": 0, "spill_loads": 0}
 
 
 @pytest.fixture
@@ -21,9 +27,9 @@ def table(monkeypatch: pytest.MonkeyPatch) -> None:
     content = {
         "decode.cu": {
             "decode|-DBANK=Bf16 -DVECTOR=8": {
-                "sm_100": {**FIGURES, "registers": 50},
-                "sm_80": FIGURES,
-                "sm_86": {**FIGURES, "registers": 41},
+                "sm_100": [50, 16, 0, 0],
+                "sm_80": [40, 16, 0, 0],
+                "sm_86": [41, 16, 4, 8],
             }
         }
     }
@@ -37,14 +43,21 @@ def test_key() -> None:
 
 @pytest.mark.usefixtures("table")
 @pytest.mark.parametrize(
-    ("capability", "registers"),
-    [((8, 0), 40), ((8, 6), 41), ((8, 9), 41), ((9, 0), 41), ((10, 0), 50), ((10, 3), 50), ((11, 0), 50)],
+    ("capability", "figures"),
+    [
+        ((8, 0), (40, 16, 0, 0)),
+        ((8, 6), (41, 16, 4, 8)),
+        ((8, 9), (41, 16, 4, 8)),
+        ((9, 0), (41, 16, 4, 8)),
+        ((10, 0), (50, 16, 0, 0)),
+        ((11, 0), (50, 16, 0, 0)),
+    ],
 )
 def test_a_target_without_figures_takes_those_of_the_nearest_older_one(
-    capability: tuple[int, int], registers: int
+    capability: tuple[int, int], figures: tuple[int, int, int, int]
 ) -> None:
     device = dataclasses.replace(preset("a100"), compute_capability=capability)
-    assert kernel_resources(SPEC, "decode", device) == KernelResources(registers, 16, 0, 0, measured=True)
+    assert kernel_resources(SPEC, "decode", device) == KernelResources(*figures, measured=True)
 
 
 @pytest.mark.usefixtures("table")
@@ -60,22 +73,22 @@ def test_missing_figures_are_an_error_that_names_them() -> None:
 
 
 def test_budgets_are_what_launch_bounds_enforce() -> None:
-    spec = KernelSpec("gather.cu", ("gather",))
-    assert kernel_resources(spec, "gather", preset("h100")) == KernelResources(64, measured=False)
+    spec = KernelSpec("gwr.cu", ("gwr",))
+    assert kernel_resources(spec, "gwr", preset("h100")) == KernelResources(64, measured=False)
     update = KernelSpec("du_update.cu", ("du_update",))
     assert kernel_resources(update, "du_update", preset("h100")).registers == 255
 
 
-def test_a_measured_kernel_has_no_budget() -> None:
+def test_only_a_file_with_variants_without_number_has_figures_and_a_budget() -> None:
     measured = json.loads(TABLE.read_text(encoding="utf-8"))
-    assert not set(measured) & set(BUDGETS)
+    assert set(measured) & set(BUDGETS) == set(STATIC_BUDGETS)
 
 
 def test_the_table_has_figures_of_one_form() -> None:
     for kernels in json.loads(TABLE.read_text(encoding="utf-8")).values():
         for key, targets in kernels.items():
             assert "|" in key
-            for target, figures in targets.items():
+            for target, (registers, static_shared, spill_stores, spill_loads) in targets.items():
                 assert target.startswith("sm_")
-                assert 1 <= figures["registers"] <= 255
-                assert set(figures) >= set(FIGURES)
+                assert 1 <= registers <= 255
+                assert min(static_shared, spill_stores, spill_loads) >= 0

@@ -12,14 +12,14 @@ from sdm_rt.plan.device import preset
 from sdm_rt.plan.launch import Argument, Launch, pdl_defines, pointers
 from sdm_rt.runtime.kernel import KernelSpec
 
-SPEC = KernelSpec("gather.cu", ("gather",))
+SPEC = KernelSpec("gwr.cu", ("gwr",))
 
 
 def make(**changes: Any) -> Launch:
     fields: dict[str, Any] = {
-        "name": "gather",
+        "name": "gwr",
         "kernel": SPEC,
-        "entry": "gather",
+        "entry": "gwr",
         "grid": (4, 2, 1),
         "block": (256, 1, 1),
         "arguments": (*pointers("source", "target"), Argument("step", "int32", step_dependent=True)),
@@ -34,7 +34,7 @@ def make(**changes: Any) -> Launch:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"entry": "scatter"}, "gather.cu has no entry 'scatter'"),
+        ({"entry": "scatter"}, "gwr.cu has no entry 'scatter'"),
         ({"grid": (0, 1, 1)}, "grid must be three sizes in"),
         ({"grid": (1, 65_536, 1)}, "grid must be three sizes in"),
         ({"grid": (1, 1)}, "grid must be three sizes in"),
@@ -51,7 +51,7 @@ def make(**changes: Any) -> Launch:
         ({"pdl": True}, "needs a kernel with SDM_PDL_WAIT=1"),
         ({"triggers": True}, "contradicts SDM_PDL_TRIGGER"),
         (
-            {"kernel": KernelSpec("gather.cu", ("gather",), pdl_defines(False, True))},
+            {"kernel": KernelSpec("gwr.cu", ("gwr",), pdl_defines(False, True))},
             "contradicts SDM_PDL_TRIGGER",
         ),
     ],

@@ -32,9 +32,23 @@ def test_presets_with_and_without_pdl() -> None:
 @pytest.mark.parametrize("device", WITH_PDL)
 def test_forward_sequence_with_pdl(device: str) -> None:
     shape = WriteReadShape(2, 150, 64, 8, 8, 128, 256)
+    phase1 = [(0, name, False) for name in ("phase1_sort", "phase1_scan", "phase1_gram", "solve")]
     one_step = [("gather", False), ("dual_matmul", False), ("decay_write", True)]
-    expected = [(step, name, pdl) for step in (0, 1, 2) for name, pdl in one_step]
-    assert rows(plan_forward(shape, preset(device))) == expected
+    loop = [(step, name, pdl) for step in (0, 1, 2) for name, pdl in one_step]
+    assert rows(plan_forward(shape, preset(device))) == phase1 + loop
+
+
+def test_each_slab_begins_with_phase_1() -> None:
+    shape = WriteReadShape(2, 5 * 64, 64, 8, 8, 128, 256, training=False)
+    plan = dataclasses.replace(plan_forward(shape, preset("h100")), slab_steps=2)
+    phase1 = ("phase1_sort", "phase1_scan", "phase1_gram", "solve")
+    step = ("gather", "dual_matmul", "decay_write")
+    expected = [(0, phase1), (0, step), (1, step), (2, phase1), (2, step), (3, step), (4, phase1), (4, step)]
+    assert [(at, name) for at, name, _ in rows(plan)] == [
+        (at, name) for at, names in expected for name in names
+    ]
+    assert [plan.slab_step(at) for at in range(5)] == [0, 0, 2, 2, 4]
+    assert plan.slabs == 3
 
 
 @pytest.mark.parametrize("device", WITH_PDL)
@@ -87,19 +101,27 @@ def test_trigger_needs_a_chunk_of_at_most_64() -> None:
 
 
 def test_trigger_needs_the_decay_and_write_in_one_wave() -> None:
-    # 256 threads of 64 registers: four blocks an SM, 528 on 132 SMs. A stream's 64 * 64 entries take 64
-    # blocks for each of four column blocks.
-    for streams, blocks in ((2, 512), (3, 768)):
-        shape = dataclasses.replace(FLAGSHIP, streams=streams)
-        plan = plan_forward(shape, preset("h100"))
-        decay_write = plan.step[2]
-        assert isinstance(decay_write, Launch)
-        assert decay_write.blocks == blocks
-        assert decay_write.occupancy(preset("h100")).wave(preset("h100")) == 528
-        assert triggers(shape, preset("h100")) is (blocks <= 528)
-    fits_exactly = dataclasses.replace(preset("h100"), sm_count=128)
-    assert triggers(FLAGSHIP, fits_exactly)
-    assert not triggers(FLAGSHIP, dataclasses.replace(preset("h100"), sm_count=127))
+    # A block for every eight of a stream's slots.
+    shape = WriteReadShape(2, 1024, 64, 8, 8, 128, 4096)
+    plan = plan_forward(shape, preset("h100"))
+    decay_write = plan.step[2]
+    assert isinstance(decay_write, Launch)
+    assert decay_write.grid == (64 * 8 // 8, 2, 1)
+    resident = decay_write.occupancy(preset("h100")).blocks
+    enough = -(-decay_write.blocks // resident)
+    for sm_count in range(1, 133):
+        device = dataclasses.replace(preset("h100"), sm_count=sm_count)
+        assert triggers(shape, device) is (sm_count >= enough)
+
+
+@pytest.mark.parametrize("device", WITH_PDL)
+def test_the_flagship_does_not_trigger(device: str) -> None:
+    """2 streams of 64 * 64 slots are 1,024 blocks, more than any of these GPUs holds at once."""
+    decay_write = plan_forward(FLAGSHIP, preset(device)).step[2]
+    assert isinstance(decay_write, Launch)
+    assert decay_write.blocks == 1024
+    assert decay_write.occupancy(preset(device)).wave(preset(device)) < 1024
+    assert not triggers(FLAGSHIP, preset(device))
 
 
 @pytest.mark.parametrize(
@@ -166,25 +188,67 @@ def test_backward_of_a_call_that_saved_nothing_is_refused() -> None:
         plan_backward(WRITE_READ_CASES["flagship_no_grad"], preset("h100"))
 
 
-@pytest.mark.parametrize("case", WRITE_READ_CASES)
-def test_grids_cover_every_token_entry_and_column(case: str) -> None:
+def covers(blocks: int, size: int, whole: int) -> bool:
+    return (blocks - 1) * size < whole <= blocks * size
+
+
+@pytest.mark.parametrize("device", PRESETS)
+@pytest.mark.parametrize(
+    "case", [name for name, shape in WRITE_READ_CASES.items() if shape.chunks * shape.streams]
+)
+def test_forward_grids_cover_every_chunk_token_slot_and_column(case: str, device: str) -> None:
+    shape = dataclasses.replace(WRITE_READ_CASES[case], training=False)
+    plan = plan_forward(shape, preset(device))
+    launches = {launch.name: launch for launch in plan.kernels()}
+    defines = {name: dict(launch.kernel.defines) for name, launch in launches.items()}
+    chunks = plan.slab_steps * shape.streams
+    assert launches["phase1_sort"].grid == (min(chunks, 4 * preset(device).sm_count), 1, 1)
+    assert launches["phase1_scan"].grid == (chunks, 1, 1)
+    assert launches["phase1_gram"].grid[::2] == (chunks, 2)
+    assert launches["solve"].grid[::2] == (chunks, 1)
+    for name in ("phase1_gram", "solve"):
+        assert covers(launches[name].grid[1], 64, shape.chunk)
+
+    gather = launches["gather"]
+    assert gather.grid[:2] == (shape.chunk, shape.streams)
+    assert gather.grid[2] % 2 == 0
+    assert covers(gather.grid[2] // 2, gather.block[0] * int(defines["gather"]["VECTOR"]), shape.head_dim)
+    assert gather.block[1] == int(defines["gather"]["GROUPS"])
+
+    dual_matmul, columns = launches["dual_matmul"], int(defines["dual_matmul"]["COLUMNS"])
+    assert dual_matmul.grid[::2] == (shape.streams, 1)
+    assert covers(dual_matmul.grid[1], columns, shape.head_dim)
+    assert dual_matmul.block == (32 * columns // 4, 1, 1)
+
+    decay_write = launches["decay_write"]
+    slice_columns = 32 * int(defines["decay_write"]["VECTOR"]) * int(defines["decay_write"]["LOADS"])
+    assert covers(decay_write.grid[0], 8, min(shape.chunk * shape.writes, shape.slots))
+    assert decay_write.grid[1] == shape.streams
+    assert covers(decay_write.grid[2], slice_columns, shape.head_dim)
+
+
+@pytest.mark.parametrize("snapshot", ["fp8", "int4"])
+def test_a_row_with_one_scale_belongs_to_one_warp(snapshot: str) -> None:
+    shape = dataclasses.replace(WRITE_READ_CASES["wide"], snapshot=snapshot)
+    for training, slices in ((True, 1), (False, 16)):
+        plan = plan_forward(dataclasses.replace(shape, training=training), preset("h100"))
+        decay_write = plan.step[2]
+        assert isinstance(decay_write, Launch)
+        assert decay_write.grid[2] == slices
+
+
+@pytest.mark.parametrize("case", [name for name in FITTING if WRITE_READ_CASES[name].training])
+def test_backward_grids_cover_every_token_entry_and_column(case: str) -> None:
     """Column blocks times their width reach D; blocks times their tokens or entries reach the step's."""
-    shape, device = WRITE_READ_CASES[case], preset("h100")
-    plans = [plan_forward(shape, device)] + ([plan_backward(shape, device)] if shape.training else [])
-    columns = {"gather": 512 // (shape.row_bytes // shape.head_dim), "gwr": 128, "phase_a": 128, "gds": 128}
-    columns["decay_write"] = columns["gather"]
-    per_block = {"decay_write": 64, "phase_a": 256, "gds": 256}
-    lanes = {"decay_write": shape.writes, "phase_a": shape.writes, "gds": shape.reads}
-    for launch in (launch for plan in plans for launch in plan.kernels()):
-        if launch.name not in columns:
+    shape = WRITE_READ_CASES[case]
+    lanes = {"phase_a": shape.writes, "gds": shape.reads}
+    for launch in plan_backward(shape, preset("h100")).kernels():
+        if launch.name not in ("gwr", *lanes):
             continue
-        width = columns[launch.name]
-        assert (launch.grid[1] - 1) * width < shape.head_dim <= launch.grid[1] * width
-        if launch.name in per_block:
-            entries, size = shape.chunk * lanes[launch.name], per_block[launch.name]
-            blocks = launch.grid[0] // shape.streams
+        assert covers(launch.grid[1], 128, shape.head_dim)
+        if launch.name in lanes:
             assert launch.grid[0] % shape.streams == 0
-            assert (blocks - 1) * size < entries <= blocks * size
+            assert covers(launch.grid[0] // shape.streams, 256, shape.chunk * lanes[launch.name])
         else:
             assert launch.grid[0] == shape.streams * shape.chunk
 
@@ -198,7 +262,10 @@ def test_nothing_compiles_anew_for_another_length_or_stream_count() -> None:
             specs = {launch.kernel for launch in planner(shape, device).kernels()}
             return {
                 dataclasses.replace(
-                    spec, defines=tuple(pair for pair in spec.defines if pair[0] != "SDM_PDL_TRIGGER")
+                    spec,
+                    defines=tuple(
+                        pair for pair in spec.defines if pair[0] not in ("SDM_PDL_TRIGGER", "COLUMNS")
+                    ),
                 )
                 for spec in specs
             }

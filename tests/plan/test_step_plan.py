@@ -79,15 +79,16 @@ def test_without_pdl_changes_the_flags_alone() -> None:
 
 def test_a_plan_is_checked_against_its_device() -> None:
     plan = plan_forward(SHAPE, preset("h100"))
-    gather, dual_matmul, decay_write = plan.step
-    with pytest.raises(ValueError, match="decay_write uses PDL, which A100 80GB SXM lacks"):
-        dataclasses.replace(plan, device=preset("a100"), first_step=(decay_write,), step=())
+    gather, scan, gwr = plan.step[0], plan.prologue[1], plan_backward(SHAPE, preset("h100")).step[0]
+    assert isinstance(gather, Launch)
+    with pytest.raises(ValueError, match="gwr uses PDL, which A100 80GB SXM lacks"):
+        dataclasses.replace(plan, device=preset("a100"), prologue=(), first_step=(gwr,), step=())
     big = dataclasses.replace(gather, shared_memory=200_000)
-    wide = dataclasses.replace(dual_matmul, block=(1024, 1, 1))
+    wide = dataclasses.replace(scan, block=(1024, 1, 1))
     clustered = dataclasses.replace(gather, cluster=(2, 1, 1))
     with pytest.raises(ValueError, match="gather needs 200000 bytes of shared memory, RTX 4090 has 101376"):
         dataclasses.replace(plan, device=preset("rtx4090"), first_step=(big,), step=())
-    with pytest.raises(ValueError, match="no block of dual_matmul fits an SM"):
+    with pytest.raises(ValueError, match="no block of phase1_scan fits an SM"):
         dataclasses.replace(plan, first_step=(wide,), step=())
     with pytest.raises(ValueError, match="gather uses clusters, which RTX 4090 lacks"):
         dataclasses.replace(plan, device=preset("rtx4090"), first_step=(clustered,), step=())
@@ -101,17 +102,23 @@ def test_step_order() -> None:
 
 
 def test_every_launch_takes_the_step_where_it_runs_in_the_loop() -> None:
-    plan = plan_backward(SHAPE, preset("h100"))
-    for step, call in plan.launches():
-        assert isinstance(call, Launch)
-        changing = [argument.name for argument in call.arguments if argument.step_dependent]
-        assert changing == ([] if step is None else ["step"])
+    for plan in (plan_forward(SHAPE, preset("h100")), plan_backward(SHAPE, preset("h100"))):
+        expected = {call.name: set() for call in plan.calls()}
+        for call in plan.step:
+            expected[call.name] = {"step", "slab_step"} if plan.slab_steps else {"step"}
+        for call in plan.prologue:
+            expected[call.name] = {"slab_step"} if call.name != "solve" else set()
+        for call in plan.kernels():
+            changing = {argument.name for argument in call.arguments if argument.step_dependent}
+            assert changing == expected[call.name]
 
 
 def test_describe_marks_design_budgets() -> None:
-    text = plan_forward(FLAGSHIP, preset("h100")).describe()
+    note = "* a design budget that __launch_bounds__ enforces, not a measurement"
+    text = plan_backward(FLAGSHIP, preset("h100")).describe()
     assert " 64* " in text
-    assert "* a design budget that __launch_bounds__ enforces, not a measurement" in text
+    assert note in text
+    assert note not in plan_forward(FLAGSHIP, preset("h100")).describe()
 
 
 def test_describe_names_sections_of_a_loop_of_one_step_and_of_many() -> None:
@@ -119,7 +126,10 @@ def test_describe_names_sections_of_a_loop_of_one_step_and_of_many() -> None:
     assert "[step 2, issued first]" in many
     assert "[each step, 1 to 0]" in many
     assert "[after the loop]" in many
-    assert "[each step, 0 to 2]" in plan_forward(SHAPE, preset("h100")).describe()
+    forward = plan_forward(SHAPE, preset("h100"))
+    assert "[before the loop]" in forward.describe()
+    assert "[each step, 0 to 2]" in forward.describe()
+    assert "[before each slab of 2 steps]" in dataclasses.replace(forward, slab_steps=2).describe()
     one = plan_backward(dataclasses.replace(SHAPE, tokens=64), preset("h100")).describe()
     assert "[step 0]" in one
     assert "each step" not in one
@@ -148,6 +158,7 @@ def test_empty_plans_print_and_count_nothing() -> None:
         ({"bank_dtype": "float64"}, "bank_dtype must be one of bfloat16, float16, float32, got 'float64'"),
         ({"gradient_bank_dtype": "float16"}, "gradient_bank_dtype must be one of bfloat16, float32"),
         ({"index_dtype": "int16"}, "index_dtype must be one of int32, int64"),
+        ({"alignment": 32}, "alignment must be 2, 4, 8 or 16 bytes, got 32"),
         ({"snapshot": "int8"}, "snapshot must be one of none, bf16, fp8, int4"),
     ],
 )

@@ -1,0 +1,386 @@
+"""The forward plan against its kernels: signatures, shared memory, variants, slabs, working memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from sdm_rt.errors import UnsupportedConfigurationError
+from sdm_rt.plan.device import PRESETS, DeviceModel, preset
+from sdm_rt.plan.forward import forward_constants, plan_forward
+from sdm_rt.plan.launch import Launch
+from sdm_rt.plan.phase1 import sort_passes
+from sdm_rt.plan.shapes import BANK_DTYPES, INDEX_DTYPES, SNAPSHOTS, WriteReadShape, dtype_bytes
+from sdm_rt.plan.step_plan import StepPlan
+from sdm_rt.plan.write_resources import TARGETS, variants
+from sdm_rt.runtime.kernel import KernelSpec
+from tests.plan.cases import FLAGSHIP, WRITE_READ_CASES
+
+KERNELS = Path(__file__).parents[2] / "kernels_cu"
+NAMES = ("phase1_sort", "phase1_scan", "phase1_gram", "solve", "gather", "dual_matmul", "decay_write")
+SMALL = WriteReadShape(2, 150, 64, 8, 8, 128, 256)
+KINDS = {"int": "int32", "long long": "int64"}
+
+
+def launch(plan: StepPlan, name: str) -> Launch:
+    return next(one for one in plan.kernels() if one.name == name)
+
+
+def defines(shape: WriteReadShape, name: str, device: DeviceModel | None = None) -> dict[str, str]:
+    return dict(launch(plan_forward(shape, device or preset("h100")), name).kernel.defines)
+
+
+def source(name: str) -> str:
+    return (KERNELS / f"{name}.cu").read_text(encoding="utf-8")
+
+
+def constant(name: str, macro: str) -> int:
+    found = re.search(rf"^#define {macro} (\d+)$", source(name), re.MULTILINE)
+    assert found is not None
+    return int(found[1])
+
+
+# ---- plan and source ----
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_arguments_are_the_kernels_parameters(name: str) -> None:
+    signature = re.search(rf"\b{name}\(([^)]*)\)\s*\{{", source(name))
+    assert signature is not None
+    parameters = []
+    for parameter in signature[1].split(","):
+        kind, parameter_name = " ".join(parameter.split()).rsplit(" ", 1)
+        parameters.append((parameter_name, "pointer" if "*" in kind else KINDS[kind]))
+    planned = launch(plan_forward(SMALL, preset("h100")), name)
+    assert [(argument.name, argument.kind) for argument in planned.arguments] == parameters
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_macro_of_a_variant_stands_in_its_kernels_header(name: str) -> None:
+    header = source(name).split("#include")[0]
+    plan = plan_forward(SMALL, preset("h100"))
+    for macro in dict(launch(plan, name).kernel.defines):
+        if not macro.startswith("SDM_PDL"):
+            assert re.search(rf"\b{macro} \(", header), f"{name}.cu does not explain {macro}"
+
+
+def test_blocks_are_those_that_the_kernels_are_written_for() -> None:
+    plan = plan_forward(FLAGSHIP, preset("h100"))
+    for name in ("phase1_sort", "phase1_scan"):
+        assert launch(plan, name).block == (constant(name, "THREADS"), 1, 1)
+    assert launch(plan, "phase1_gram").block == (constant("phase1_gram", "BAND"), 1, 1)
+    tile, panel = constant("solve", "TILE"), constant("solve", "PANEL")
+    assert launch(plan, "solve").block == (tile * panel // 4, 1, 1)
+    columns = int(defines(FLAGSHIP, "dual_matmul")["COLUMNS"])
+    assert launch(plan, "dual_matmul").block == (constant("dual_matmul", "TILE") * columns // 4, 1, 1)
+    assert launch(plan, "decay_write").block == (32 * constant("decay_write", "WARPS"), 1, 1)
+    most = constant("gather", "MAX_THREADS")
+    for dtype, D in product(BANK_DTYPES, (1, 3, 8, 30, 64, 100, 128, 500, 1000, 1024, 4096, 16384)):
+        shape = dataclasses.replace(SMALL, head_dim=D, bank_dtype=dtype, gradient_bank_dtype=dtype)
+        assert launch(plan_forward(shape, preset("h100")), "gather").threads <= most
+
+
+def test_constants_name_every_number_that_a_shape_fixes() -> None:
+    plan = plan_forward(SMALL, preset("h100"))
+    numbers = {a.name for one in plan.kernels() for a in one.arguments if a.kind != "pointer"}
+    by_call = {"step", "slab_step", "row_stride", "shared_bank", "wide"}
+    assert forward_constants(plan).keys() == numbers - by_call
+    values = {"P": 2, "T": 150, "C": 64, "W": 8, "R": 8, "D": 128, "S": 256, "gates": 1, "slab_chunks": 6}
+    assert forward_constants(plan) == {**values, "passes": 1, "digit_bits": 8}
+    gates = dataclasses.replace(SMALL, gates_per_write=True)
+    assert forward_constants(plan_forward(gates, preset("h100")))["gates"] == 8
+
+
+@pytest.mark.parametrize(
+    ("slots", "passes", "bits"),
+    [(1, 1, 1), (2, 1, 1), (256, 1, 8), (257, 2, 5), (65536, 2, 8), (65537, 3, 6), (2**31 - 1, 4, 8)],
+)
+def test_the_sort_covers_the_bits_of_a_slot(slots: int, passes: int, bits: int) -> None:
+    assert sort_passes(slots) == (passes, bits)
+    assert passes * bits >= (slots - 1).bit_length()
+
+
+# ---- shared memory ----
+
+
+def gram_bytes(C: int) -> int:
+    """64 rows of C floats, a word of padding between them."""
+    return 4 * (64 * C + 63)
+
+
+def solve_bytes(C: int) -> int:
+    """64 columns of X; 16 rows C + 1 floats apart, the last one up to the last whole tile's diagonal."""
+    tile = 15 * (C + 1) + C - C % 16 if C >= 16 else (C - 1) * (C + 1) + C
+    return 4 * (64 * C + tile)
+
+
+def product_bytes(C: int, columns: int, training: bool) -> int:
+    """u, in training delta too, and two tiles of 32 x 32, 33 floats apart."""
+    return 4 * (C * columns * (2 if training else 1) + 2 * 32 * 33 - 1)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("C", [1, 2, 15, 16, 17, 33, 64, 100, 128, 255, 256])
+def test_shared_memory_by_hand(C: int, training: bool) -> None:
+    shape = WriteReadShape(2, 1024, C, 7, 9, 1024, 4096, training=training)
+    plan = plan_forward(shape, preset("h100"))
+    columns = int(defines(shape, "dual_matmul")["COLUMNS"])
+    # Nine offsets of 8 bytes and weights of 4; four rows of 1,024 sums.
+    assert {one.name: one.shared_memory for one in plan.kernels()} == {
+        "phase1_sort": 0,
+        "phase1_scan": 0,
+        "phase1_gram": gram_bytes(C),
+        "solve": solve_bytes(C),
+        "gather": 9 * 12 + 4 * 4 * 1024,
+        "dual_matmul": product_bytes(C, columns, training),
+        "decay_write": 0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "C", "need"),
+    [
+        ("phase1_gram", 64, 16_636),
+        ("phase1_gram", 256, 65_788),
+        ("solve", 64, 20_540),
+        ("solve", 256, 81_980),
+    ],
+)
+def test_shared_memory_in_figures(name: str, C: int, need: int) -> None:
+    shape = WriteReadShape(2, 1024, C, 7, 9, 1024, 4096, training=False)
+    assert launch(plan_forward(shape, preset("h100")), name).shared_memory == need
+
+
+@pytest.mark.parametrize("device", PRESETS)
+@pytest.mark.parametrize("dtype", BANK_DTYPES)
+def test_a_call_that_saves_nothing_fits_every_gpu(device: str, dtype: str) -> None:
+    """Making the plan checks every launch against the device's limits."""
+    for C, D, lanes in product((1, 64, 200, 256), (1, 100, 1024, 16384), (1, 256)):
+        shape = WriteReadShape(2, 1000, C, lanes, lanes, D, 65536, bank_dtype=dtype, training=False)
+        for one in plan_forward(shape, preset(device)).kernels():
+            resources = one.resources(preset(device))
+            assert one.shared_memory + resources.static_shared <= 101_376  # the least of all presets
+
+
+@pytest.mark.parametrize("device", PRESETS)
+def test_a_training_forward_fits_wherever_its_backward_does(device: str) -> None:
+    for C, snapshot in product(range(1, 257, 5), SNAPSHOTS):
+        shape = WriteReadShape(2, 1000, C, 64, 64, 1024, 65536, snapshot=snapshot)
+        try:
+            plan = plan_forward(shape, preset(device))
+        except UnsupportedConfigurationError:
+            assert C > 180
+            continue
+        assert all(one.occupancy(preset(device)).blocks for one in plan.kernels())
+
+
+def test_more_streams_than_a_grid_holds_are_refused() -> None:
+    shape = WriteReadShape(65_535, 1, 1, 1, 1, 1, 1, training=False)
+    assert plan_forward(shape, preset("h100")).steps == 1
+    with pytest.raises(UnsupportedConfigurationError, match=r"65,536 streams.*at most 65,535"):
+        plan_forward(dataclasses.replace(shape, streams=65_536), preset("h100"))
+
+
+# ---- variants ----
+
+
+@pytest.mark.parametrize(
+    ("dtype", "D", "alignment", "vector"),
+    [
+        ("bfloat16", 1024, 16, 8),
+        ("float16", 1024, 8, 4),
+        ("bfloat16", 1024, 4, 2),
+        ("bfloat16", 1024, 2, 1),
+        ("bfloat16", 100, 16, 4),
+        ("bfloat16", 30, 16, 2),
+        ("bfloat16", 33, 16, 1),
+        ("float32", 1024, 16, 4),
+        ("float32", 1024, 8, 2),
+        ("float32", 1024, 2, 1),
+        ("float32", 30, 16, 2),
+        ("float32", 7, 16, 1),
+    ],
+)
+def test_a_load_divides_the_row_and_its_alignment(dtype: str, D: int, alignment: int, vector: int) -> None:
+    shape = dataclasses.replace(
+        SMALL, head_dim=D, bank_dtype=dtype, gradient_bank_dtype=dtype, alignment=alignment
+    )
+    for name in ("gather", "decay_write"):
+        assert defines(shape, name)["VECTOR"] == str(vector)
+    assert D % vector == 0
+    assert max(alignment, dtype_bytes(dtype)) % (vector * dtype_bytes(dtype)) == 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "D", "groups"),
+    [
+        ("bfloat16", 1, 32),
+        ("bfloat16", 128, 32),
+        ("bfloat16", 129, 16),
+        ("bfloat16", 256, 16),
+        ("bfloat16", 257, 8),
+        ("bfloat16", 512, 8),
+        ("bfloat16", 513, 4),
+        ("bfloat16", 16384, 4),
+        ("float32", 64, 32),
+        ("float32", 65, 16),
+        ("float32", 512, 4),
+    ],
+)
+def test_rows_side_by_side_follow_the_width_and_dtype_alone(dtype: str, D: int, groups: int) -> None:
+    """They are part of the order of sums: nothing but D and the dtype may choose them."""
+    shape = dataclasses.replace(SMALL, head_dim=D, bank_dtype=dtype, gradient_bank_dtype=dtype)
+    others: list[dict[str, object]] = [{"alignment": alignment} for alignment in (2, 4, 8, 16)]
+    others += [{"streams": 64}, {"tokens": 1}, {"writes": 256}, {"slots": 7}, {"index_dtype": "int32"}]
+    others += [{"training": False}, {"chunk": 128}]
+    for change in others:
+        for device in PRESETS.values():
+            chosen = launch(plan_forward(dataclasses.replace(shape, **change), device), "gather")
+            assert dict(chosen.kernel.defines)["GROUPS"] == str(groups)
+            assert chosen.block[1] == groups
+
+
+def test_rows_side_by_side_leave_a_warp_whole() -> None:
+    for D in (1, 2, 3, 8, 16, 100, 1000, 16384):
+        gather = launch(plan_forward(dataclasses.replace(SMALL, head_dim=D), preset("h100")), "gather")
+        assert gather.threads % 32 == 0
+        assert gather.threads <= 512
+
+
+def test_the_product_takes_wide_blocks_where_every_sm_still_has_one() -> None:
+    # 2 streams of 1,024 columns: 64 blocks of 32 columns.
+    for sm_count, columns in ((64, "32"), (65, "16")):
+        device = dataclasses.replace(preset("h100"), sm_count=sm_count)
+        assert defines(FLAGSHIP, "dual_matmul", device)["COLUMNS"] == columns
+    assert defines(dataclasses.replace(FLAGSHIP, streams=5), "dual_matmul")["COLUMNS"] == "32"
+
+
+@pytest.mark.parametrize("dtype", BANK_DTYPES)
+@pytest.mark.parametrize("snapshot", SNAPSHOTS)
+def test_snapshot_variants(dtype: str, snapshot: str) -> None:
+    code = {"none": "1", "bf16": "1" if dtype == "bfloat16" else "2", "fp8": "3", "int4": "4"}[snapshot]
+    shape = dataclasses.replace(SMALL, bank_dtype=dtype, gradient_bank_dtype=dtype, snapshot=snapshot)
+    for training in (True, False):
+        one = dataclasses.replace(shape, training=training)
+        assert defines(one, "decay_write")["SNAPSHOT"] == (code if training else "0")
+        assert defines(one, "dual_matmul")["SAVE"] == str(int(training))
+
+
+@pytest.mark.parametrize(
+    ("D", "loads"), [(8, 1), (256, 1), (264, 2), (512, 2), (520, 4), (768, 4), (1024, 4), (16384, 4)]
+)
+def test_words_that_a_thread_holds_are_a_power_of_two(D: int, loads: int) -> None:
+    assert defines(dataclasses.replace(SMALL, head_dim=D), "decay_write")["LOADS"] == str(loads)
+
+
+def wide_grid() -> list[WriteReadShape]:
+    """Shapes that differ in all that a forward plan chooses by."""
+    widths = (1, 3, 17, 33, 64, 65, 66, 100, 129, 256, 257, 512, 513, 1000, 1025, 2052, 4098, 16384)
+    shapes = []
+    for dtype, D, alignment in product(BANK_DTYPES, widths, (2, 4, 8, 16)):
+        base = WriteReadShape(1, 300, 16, 8, 8, D, 64, bank_dtype=dtype, alignment=alignment)
+        shapes += [dataclasses.replace(base, snapshot=snapshot) for snapshot in SNAPSHOTS]
+        shapes += [dataclasses.replace(base, training=False, index_dtype=index) for index in INDEX_DTYPES]
+    for dtype, training, streams, C in product(BANK_DTYPES, (False, True), (1, 200), (16, 128)):
+        shapes.append(WriteReadShape(streams, 300, C, 8, 8, 64, 64, bank_dtype=dtype, training=training))
+    return shapes
+
+
+@pytest.mark.parametrize("target", [target for target in TARGETS if target != "sm_86"])  # no preset has it
+def test_the_table_lists_what_plans_choose_and_nothing_else(target: str) -> None:
+    devices = [device for device in PRESETS.values() if device.arch == target]
+    chosen = {
+        one.kernel
+        for device in devices
+        for shape in wide_grid()
+        for one in plan_forward(shape, device).kernels()
+    }
+    listed = {spec for spec in variants(target) if set(spec.entries) & set(NAMES)}
+    assert chosen == listed
+
+
+def test_the_table_of_sm_86_lists_what_that_of_sm_80_does() -> None:
+    def specs(target: str) -> set[KernelSpec]:
+        return set(variants(target))
+
+    assert specs("sm_86") == specs("sm_80")
+
+
+# ---- working memory ----
+
+
+def test_what_a_call_without_gradients_needs_stops_growing_with_its_tokens() -> None:
+    for shape in (FLAGSHIP, WRITE_READ_CASES["batch"], WRITE_READ_CASES["many_streams"]):
+        for device in PRESETS.values():
+            sizes = []
+            for tokens in (2**12, 2**16, 2**17, 2**18, 2**22):
+                plan = plan_forward(dataclasses.replace(shape, tokens=tokens, training=False), device)
+                assert not any(buffer.kept for buffer in plan.buffers)
+                sizes.append(sum(buffer.bytes for buffer in plan.buffers))
+            assert sizes[0] <= sizes[1]
+            assert len(set(sizes[1:])) == 1
+
+
+def test_a_slab_is_the_budget_or_a_chunk_for_every_sm() -> None:
+    def slab(shape: WriteReadShape) -> tuple[int, int]:
+        """Chunks of a slab, and what they take of Phase 1's results."""
+        plan = plan_forward(shape, preset("h100"))
+        step_buffers = ("residual", "inter", "delta", "sort_scratch")
+        size = sum(buffer.bytes for buffer in plan.buffers if buffer.name not in step_buffers)
+        return plan.slab_steps * shape.streams, size
+
+    long = dataclasses.replace(FLAGSHIP, tokens=2**20, training=False)
+    chunks, size = slab(long)
+    one_step = size // chunks * long.streams
+    assert chunks > 132
+    assert 2**27 - one_step <= size < 2**27 + one_step
+    large = WriteReadShape(2, 2**20, 256, 256, 256, 1024, 65536, training=False)
+    chunks, size = slab(large)
+    assert chunks == 132
+    assert size > 2**27
+    short = dataclasses.replace(long, tokens=65)
+    assert slab(short)[0] == 2 * 2
+
+
+def test_a_training_call_is_one_slab_and_keeps_what_the_backward_reads() -> None:
+    plan = plan_forward(FLAGSHIP, preset("h100"))
+    assert (plan.slab_steps, plan.slabs) == (512, 1)
+    chunks, entries = 1024, 1024 * 64 * 64
+    slots = min(64 * 64, 65536)
+    by_hand = {
+        "payload": 4 * 2 * entries,
+        "log_k": 4 * entries,
+        "log_q": 4 * entries,
+        "rex": 4 * entries,
+        "k_eff": 4 * entries,
+        "q_w": 4 * entries,
+        "strength": 4 * chunks * 64,
+        "write_terms": 8 * entries,
+        "slots": 16 * chunks * slots,
+        "slot_count": 4 * chunks,
+        "x": 4 * chunks * 64 * 64,
+        "qx": 4 * chunks * 64 * 64,
+        "err": 4 * chunks * 64 * 1024,
+        "snapshot": 2 * chunks * slots * 1024,
+    }
+    assert {buffer.name: buffer.bytes for buffer in plan.buffers if buffer.kept} == by_hand
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "dtype", "row", "scale"),
+    [
+        ("none", "float32", 404, 0),
+        ("bf16", "float32", 202, 0),
+        ("fp8", "float32", 101, 4),
+        ("int4", "bfloat16", 51, 4),
+    ],
+)
+def test_snapshot_buffers(snapshot: str, dtype: str, row: int, scale: int) -> None:
+    shape = WriteReadShape(3, 100, 64, 8, 8, 101, 200, bank_dtype=dtype, snapshot=snapshot)
+    sizes = {buffer.name: buffer.bytes for buffer in plan_forward(shape, preset("h100")).buffers}
+    assert sizes["snapshot"] == 2 * 3 * 200 * row
+    assert sizes.get("snapshot_scale", 0) == 2 * 3 * 200 * scale

@@ -7,33 +7,48 @@ from typing import Any
 
 import pytest
 
-from sdm_rt.plan.kernel_resources import TABLE
+from sdm_rt.plan.kernel_resources import FIGURES, TABLE, resource_key
 from sdm_rt.plan.write_resources import TARGETS, figures_of, variants
 from sdm_rt.runtime.kernel import KernelSpec
-from sdm_rt.runtime.nvrtc import compile_source, kernel_figures
+from sdm_rt.runtime.nvrtc import compile_source, kernel_figures, nvrtc_version
 from sdm_rt.runtime.sources import expand, find_kernels
 
 COMMITTED: dict[str, dict[str, dict[str, Any]]] = json.loads(TABLE.read_text(encoding="utf-8"))
-MOST_SPILLED = 16  # bytes a thread: what ptxas spills to reach a better occupancy, not a local array
+MOST_SPILLED = 96  # bytes a thread: what ptxas spills to reach a better occupancy; a local array is larger
+NVRTC = (12, 9)
+WRITE_ANEW = "`python -m sdm_rt.plan.write_resources` writes the table anew"
+
+
+def _committed(spec: KernelSpec, target: str) -> dict[str, Any]:
+    kernels = COMMITTED.get(spec.file, {})
+    keys = [resource_key(spec, entry) for entry in spec.entries]
+    return {key: kernels[key][target] for key in keys if target in kernels.get(key, {})}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_table_holds_every_variant(target: str) -> None:
+    missing = [spec for spec in variants(target) if len(_committed(spec, target)) != len(spec.entries)]
+    assert not missing, WRITE_ANEW
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_resources_equal_the_committed_table(target: str) -> None:
-    measured: dict[str, dict[str, dict[str, int]]] = {}
-    for spec in variants(target):
-        measured.setdefault(spec.file, {}).update(figures_of(spec, target))
-    committed = {
-        file: {key: figures[target] for key, figures in kernels.items() if target in figures}
-        for file, kernels in COMMITTED.items()
-    }
-    assert measured == committed, "python -m sdm_rt.plan.write_resources writes the table anew"
+    """Each variant is compiled for one target or more; the script compiles all for all."""
+    if nvrtc_version() != NVRTC:
+        pytest.skip("the committed figures are those of NVRTC {}.{}".format(*NVRTC))
+    turn = TARGETS.index(target)
+    sample = [spec for at, spec in enumerate(variants(target)) if at % len(TARGETS) == turn]
+    assert sample
+    for spec in sample:
+        assert figures_of(spec, target) == _committed(spec, target), WRITE_ANEW
 
 
 def test_no_variant_spills_more_than_a_few_registers() -> None:
     for kernels in COMMITTED.values():
         for key, targets in kernels.items():
             for target, figures in targets.items():
-                assert max(figures["spill_stores"], figures["spill_loads"]) <= MOST_SPILLED, (key, target)
+                spilled = max(figures[FIGURES.index(name)] for name in ("spill_stores", "spill_loads"))
+                assert spilled <= MOST_SPILLED, (key, target)
 
 
 def _representatives(target: str) -> dict[tuple[str, bool, bool], KernelSpec]:

@@ -16,7 +16,7 @@
 #include "numeric.cuh"
 
 #define WARPS 4
-#define BLOCKS 5  // on an SM at least: the registers of every variant are planned by it
+#define BLOCKS 4  // on an SM at least: the registers of every variant are planned by it
 #define FULL 0xffffffffu
 
 static __device__ constexpr int widths[] = {FACTORS};

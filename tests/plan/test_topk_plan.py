@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +11,7 @@ import pytest
 
 from sdm_rt import UnsupportedConfigurationError
 from sdm_rt.plan.device import DeviceModel, preset
+from sdm_rt.plan.kernel_resources import TABLE
 from sdm_rt.plan.step_plan import StepPlan
 from sdm_rt.plan.topk import TopkShape, plan_topk, plan_topk_backward
 
@@ -93,3 +95,19 @@ def test_an_old_gpu_is_refused(plan: Planner) -> None:
 def test_fields_out_of_range(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         TopkShape(**{"rows": 1, "factors": (4, 4), "k": 4, **fields})  # type: ignore[arg-type]
+
+
+def test_variants_beside_the_table_take_a_budget_that_no_committed_variant_exceeds() -> None:
+    (launch,) = plan_topk(TopkShape(1, (9, 11), 5), H100).kernels()
+    budget = launch.resources(H100)
+    assert not budget.measured
+    targets = [figures for key in _committed() for figures in _committed()[key].values()]
+    assert len(targets) >= 12
+    for registers, static_shared, *_ in targets:
+        assert registers <= budget.registers
+        assert static_shared <= budget.static_shared
+
+
+def _committed() -> dict[str, dict[str, list[int]]]:
+    kernels: dict[str, dict[str, list[int]]] = json.loads(TABLE.read_text(encoding="utf-8"))["topk.cu"]
+    return kernels

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from tests.emulator.harness import Call, run
 from tests.kernels.backends import Backend, device_model
 from tests.problems import Problem
 
-__all__ = ["Written", "forward", "forward_on_emulator", "forward_oracle"]
+__all__ = ["Planned", "Written", "forward", "forward_on_emulator", "forward_oracle", "planned_forward"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,23 @@ def forward_oracle(problem: Problem, chunk: int) -> Written:
     return Written(readings, bank, sum(len(row) - len(row.unique()) for row in rows))
 
 
-def forward_on_emulator(
+@dataclass(frozen=True)
+class Planned:
+    """The planned launches of a call with every argument, not run yet."""
+
+    plan: StepPlan
+    calls: list[Call]
+    values: dict[str, Any]  # every argument that does not change with the step, by name
+    readings: Tensor
+    scratch: list[Tensor]
+
+    def written(self, problem: Problem) -> Written:
+        """What the call left behind, once its launches have run."""
+        readings = self.readings.view(problem.streams, problem.tokens, -1)
+        return Written(readings, self.values["memory"], int(self.values["repeats"]))
+
+
+def planned_forward(
     problem: Problem,
     chunk: int,
     model: DeviceModel,
@@ -56,11 +72,9 @@ def forward_on_emulator(
     bank: Tensor | None = None,
     training: bool = False,
     snapshot: str = "none",
-    seed: int = 0,
-    replacements: Sequence[Replacement] = (),
-    builds: Sequence[BuildKind] = BUILDS,
-) -> tuple[Written, dict[str, Any], StepPlan]:
-    """Run the planned launches; return also every tensor by name, and the plan."""
+    optional: Mapping[str, Tensor] | None = None,
+) -> Planned:
+    """Plan a call; ``optional`` holds results that the op leaves out."""
     memory = problem.memory.clone() if bank is None else bank
     lengths = None if problem.lengths is None else torch.tensor(problem.lengths)
     layout = BankLayout.of(memory)
@@ -75,6 +89,7 @@ def forward_on_emulator(
         **operands,
         **buffers,
         **forward_constants(plan),
+        **(optional or {}),
         "memory": memory,
         "readings": readings,
         "lengths": lengths,
@@ -89,19 +104,32 @@ def forward_on_emulator(
         assert step is not None
         now = values | {"step": step, "slab_step": plan.slab_step(step)}
         calls.append(Call(launch, {argument.name: now[argument.name] for argument in launch.arguments}))
+    return Planned(plan, calls, values, readings, list(buffers.values()))
+
+
+def forward_on_emulator(
+    problem: Problem,
+    chunk: int,
+    model: DeviceModel,
+    *,
+    bank: Tensor | None = None,
+    training: bool = False,
+    snapshot: str = "none",
+    seed: int = 0,
+    replacements: Sequence[Replacement] = (),
+    builds: Sequence[BuildKind] = BUILDS,
+) -> tuple[Written, dict[str, Any], StepPlan]:
+    """Run the planned launches; return also every tensor by name, and the plan."""
+    planned = planned_forward(problem, chunk, model, bank=bank, training=training, snapshot=snapshot)
     run(
-        calls,
-        outputs=[readings],
-        scratch=list(buffers.values()),
+        planned.calls,
+        outputs=[planned.readings],
+        scratch=planned.scratch,
         seed=seed,
         replacements=replacements,
         builds=builds,
     )
-    return (
-        Written(readings.view(problem.streams, problem.tokens, -1), memory, int(values["repeats"])),
-        values,
-        plan,
-    )
+    return planned.written(problem), planned.values, planned.plan
 
 
 def forward(backend: Backend, problem: Problem, chunk: int, *, seed: int = 0) -> Written:

@@ -16,6 +16,7 @@ from sdm_rt.layer.layer import SparseDeltaMemory
 from sdm_rt.layer.state import Cache, SDMLayerState
 from sdm_rt.ops.counters import last_dispatch, repeated_write_slots, reset_dispatch
 from sdm_rt.ops.decode import sdm_decode_step
+from sdm_rt.ops.solve import wy_solve
 from sdm_rt.ops.topk import product_key_topk
 from sdm_rt.ops.write_read import sdm_write_read
 
@@ -38,4 +39,5 @@ __all__ = [
     "reset_dispatch",
     "sdm_decode_step",
     "sdm_write_read",
+    "wy_solve",
 ]

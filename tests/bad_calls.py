@@ -52,7 +52,7 @@ def bad(label: str, error: type[Exception], message: str, **changes: Any) -> Bad
 
 
 def assert_refused(function: Callable[..., Any], call: Arguments, case: Bad) -> None:
-    memory = call["memory"]
+    memory = call.get("memory")
     watched = isinstance(memory, Tensor)
     before = memory.clone() if watched else None
     version = memory._version if watched else None

@@ -24,6 +24,7 @@ __all__ = [
     "check_choice",
     "check_index_range",
     "check_int",
+    "check_no_gradient",
     "check_one_device",
     "check_stream_lengths",
     "check_stream_offsets",
@@ -75,6 +76,18 @@ def check_one_device(tensors: dict[str, Tensor]) -> torch.device:
                 f"{name}: expected the device of {first_name}, {first.device}, got {tensor.device}"
             )
     return first.device
+
+
+def check_no_gradient(op: str, tensors: dict[str, Tensor]) -> None:
+    """RuntimeError where grad mode is on and one of ``tensors`` requires grad: ``op`` has no gradient."""
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in tensors.items():
+        if tensor.requires_grad:
+            raise RuntimeError(
+                f"{name}: requires grad, and {op} is not differentiable; gradients come from sdm_write_read, "
+                f"or call it under torch.no_grad()"
+            )
 
 
 def _elements_overlap(memory: Tensor) -> bool:

@@ -1,0 +1,41 @@
+"""Plans bound to a GPU, one a shape and thread, for ops that launch a plan with new pointers each call."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from sdm_rt import env
+from sdm_rt.ops.decode_launch import device_model
+from sdm_rt.plan.bound import BoundPlan
+from sdm_rt.plan.device import DeviceModel
+from sdm_rt.plan.step_plan import PlannedShape, StepPlan
+from sdm_rt.runtime import device
+from sdm_rt.runtime.compile import kernels
+from sdm_rt.runtime.interop import current_stream
+
+__all__ = ["bound_plan"]
+
+Shape = TypeVar("Shape", bound=PlannedShape)
+
+
+class _Memo(threading.local):
+    def __init__(self) -> None:
+        self.plans: dict[Any, BoundPlan] = {}
+
+
+_memo = _Memo()
+
+
+def bound_plan(planner: Callable[[Shape, DeviceModel], StepPlan], shape: Shape, index: int) -> BoundPlan:
+    """Plan a shape for the GPU ``index`` and bind it, or return what an earlier call of this thread bound.
+
+    Kernels whose sources were edited since are loaded anew.
+    """
+    key = (planner, shape, index, env.flag("SDM_RT_PDL"))
+    bound = _memo.plans.get(key)
+    if bound is None or not all(kernels().is_current(launch.kernel) for launch in bound.plan.kernels()):
+        plan = planner(shape, device_model(index))
+        bound = _memo.plans[key] = BoundPlan(plan, device.gpu(index), current_stream(index))
+    return bound

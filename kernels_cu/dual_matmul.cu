@@ -6,24 +6,35 @@
 //
 // Macros  BANK (float, Bf16, Fp16), COLUMNS (of a block, a multiple of 4), SAVE (1: err is written).
 // Grid    (P streams, slices of COLUMNS columns).
-// Block   THREADS = TILE * COLUMNS / 4 threads: TILE rows by groups of 4 columns.
+// Block   THREADS = TILE / 2 * COLUMNS / 4 threads: pairs of rows by groups of 4 columns.
 // Reads   residual, inter [P, C, D]; x, qx, a [chunks, C, C] and strength [chunks, C] of the slab.
 // Writes  delta [P, C, D]; readings [rows, D] (0 on padding); err [all chunks, C, D] (SAVE).
-// Sums    over j upwards, j <= i (err: j < i): what lies above the diagonal is never read.
-// Shared  dynamic, 4 * ((1 + SAVE) * C * COLUMNS + 2 * TILE * (TILE + 1) - 1) bytes.
+// Sums    over j upwards, j <= i (err: j < i): what lies above the diagonal is never added.
+// Shared  dynamic, with side = min(TILE, C rounded up to 4): (1 + SAVE) C COLUMNS floats, then 2 + SAVE tiles of
+//         side * (side + 4) floats less the last 4.
 #include "chunk.cuh"
 #include "numeric.cuh"
 
-#define TILE 32
-#define THREADS (TILE * COLUMNS / 4)
+#define TILE 64
+#define GROUPS (COLUMNS / 4)
+#define THREADS (TILE / 2 * GROUPS)
 
-// Copies the tile at (row, column) of a [C, C] matrix; beyond the matrix 0.
-static __device__ __forceinline__ void load_tile(float* tile, const float* matrix, int row, int column, int C) {
-    for (int cell = threadIdx.x; cell < TILE * TILE; cell += THREADS) {
-        const int r = cell / TILE, c = cell % TILE;
-        tile[r * (TILE + 1) + c] = row + r < C && column + c < C
-            ? ptx::load_readonly(matrix + static_cast<long long>(row + r) * C + column + c)
-            : 0.0f;
+// Copies the tile at (row, column) of a [C, C] matrix to rows of side + 4 floats; beyond the matrix 0.
+static __device__ __forceinline__ void load_tile(float* tile, const float* matrix, int row, int column, int side, int C) {
+    const int quarters = side / 4;
+    for (int cell = threadIdx.x; cell < side * quarters; cell += THREADS) {
+        const int r = cell / quarters, c = cell % quarters * 4;
+        float4 four = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        const float* const from = matrix + static_cast<long long>(row + r) * C + column + c;
+        if (row + r < C && C % 4 == 0) {
+            if (column + c < C) four = *reinterpret_cast<const float4*>(from);
+        } else if (row + r < C) {
+            if (column + c < C) four.x = from[0];
+            if (column + c + 1 < C) four.y = from[1];
+            if (column + c + 2 < C) four.z = from[2];
+            if (column + c + 3 < C) four.w = from[3];
+        }
+        *reinterpret_cast<float4*>(tile + r * (side + 4) + c) = four;
     }
 }
 
@@ -33,23 +44,62 @@ static __device__ __forceinline__ void add_product(float4& sum, float factor, co
     sum.z = fmaf(factor, x.z, sum.z);
     sum.w = fmaf(factor, x.w, sum.w);
 }
+static __device__ __forceinline__ float component(const float4& x, int i) {
+    return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
+}
+
+// Adds tile rows `row` and `row + 1` times `values` (rows of GROUPS float4): all `full` columns (a multiple of 4), then
+// of the next four those up to `ends` past the row's own place (1: the diagonal counts, 0: it does not).
+template <int Matrices>
+static __device__ __forceinline__ void add_rows(float4 (&sum)[Matrices][2], const float* const (&tiles)[Matrices],
+                                                const float4* values, int row, int full, bool diagonal, int ends,
+                                                int side, int C) {
+    for (int j = 0; j < full; j += 4) {
+        float4 value[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) value[k] = values[(j + k) * GROUPS];
+#pragma unroll
+        for (int m = 0; m < Matrices; ++m)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const float4 factors = *reinterpret_cast<const float4*>(tiles[m] + (row + r) * (side + 4) + j);
+#pragma unroll
+                for (int k = 0; k < 4; ++k) add_product(sum[m][r], component(factors, k), value[k]);
+            }
+    }
+    if (!diagonal) return;
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+        for (int j = full; j < min(row + r + ends, C); ++j) {
+            const float4 value = values[j * GROUPS];
+#pragma unroll
+            for (int m = 0; m < Matrices; ++m) add_product(sum[m][r], tiles[m][(row + r) * (side + 4) + j], value);
+        }
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     dual_matmul(const float* residual, const float* inter, const float* x, const float* qx, const float* a,
                 const float* strength, const void* lengths, const void* cu_seqlens, float* delta, BANK* readings,
                 float* err, int step, int slab_step, int P, int T, int C, int D, int wide) {
-    float4* const u = ptx::dynamic_shared<float4>();                             // [C, COLUMNS / 4]
-    float4* const change = u + SAVE * C * (COLUMNS / 4);                         // [C, COLUMNS / 4], delta (SAVE)
-    float* const tile_x = reinterpret_cast<float*>(change + C * (COLUMNS / 4));  // [TILE, TILE + 1]
-    float* const tile_qx = tile_x + TILE * (TILE + 1);                           // [TILE, TILE + 1]
+    const int side = min(TILE, (C + 3) & ~3);
+    float4* const u = ptx::dynamic_shared<float4>();                     // [C, GROUPS]
+    float4* const change = u + SAVE * C * GROUPS;                        // [C, GROUPS], delta (SAVE)
+    float* const tile_x = reinterpret_cast<float*>(change + C * GROUPS);  // [side, side + 4]
+    float* const tile_qx = tile_x + side * (side + 4);
+    float* const tile_a = tile_qx + side * (side + 4);  // (SAVE)
     const int p = blockIdx.x, slice = blockIdx.y * COLUMNS;
-    const int r = threadIdx.x / (COLUMNS / 4), group = threadIdx.x % (COLUMNS / 4);
+    const int row = threadIdx.x / GROUPS * 2, group = threadIdx.x % GROUPS;
     const long long n = static_cast<long long>(step - slab_step) * P + p;
     const long long rows = static_cast<long long>(p) * C;
     x += n * C * C, qx += n * C * C, a += n * C * C;
     strength += n * C;
 
     const Chunk chunk = chunk_at(static_cast<long long>(step) * P + p, P, T, C, lengths, cu_seqlens, wide);
+    load_tile(tile_x, x, 0, 0, side, C);
+    load_tile(tile_qx, qx, 0, 0, side, C);
+#if SAVE
+    load_tile(tile_a, a, 0, 0, side, C);
+#endif
     float* const u_cells = reinterpret_cast<float*>(u);
     for (int cell = threadIdx.x; cell < C * COLUMNS; cell += THREADS) {
         const int i = cell / COLUMNS, column = slice + cell % COLUMNS;
@@ -58,36 +108,37 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     __syncthreads();
 
     for (int first = 0; first < C; first += TILE) {
-        const int i = first + r;
-        float4 sum_x = make_float4(0.0f, 0.0f, 0.0f, 0.0f), sum_qx = sum_x;
+        float4 sum[2][2] = {};
+        const float* const tiles[2] = {tile_x, tile_qx};
         for (int begin = 0; begin <= first; begin += TILE) {
-            load_tile(tile_x, x, first, begin, C);
-            load_tile(tile_qx, qx, first, begin, C);
-            __syncthreads();
-            const int end = begin == first ? r + 1 : TILE;
-            if (i < C)
-                for (int j = 0; j < end; ++j) {
-                    const float4 value = u[(begin + j) * (COLUMNS / 4) + group];
-                    add_product(sum_x, tile_x[r * (TILE + 1) + j], value);
-                    add_product(sum_qx, tile_qx[r * (TILE + 1) + j], value);
-                }
-            __syncthreads();
+            if (first > 0) {
+                __syncthreads();
+                load_tile(tile_x, x, first, begin, side, C);
+                load_tile(tile_qx, qx, first, begin, side, C);
+                __syncthreads();
+            }
+            const bool diagonal = begin == first;
+            if (first + row < C)
+                add_rows<2>(sum, tiles, u + begin * GROUPS + group, row, diagonal ? row & ~3 : TILE, diagonal, 1, side,
+                            C - begin);
         }
-        if (i >= C) continue;
-#if SAVE
-        change[i * (COLUMNS / 4) + group] = sum_x;
-#endif
-        const float change_of[4] = {sum_x.x, sum_x.y, sum_x.z, sum_x.w};
-        const float y_of[4] = {sum_qx.x, sum_qx.y, sum_qx.z, sum_qx.w};
 #pragma unroll
-        for (int c = 0; c < 4; ++c) {
-            const int column = slice + group * 4 + c;
-            if (column >= D) break;
-            const long long at = (rows + i) * D + column;
-            delta[at] = change_of[c];
-            if (i < chunk.rows) {
-                const float y = i < chunk.tokens ? y_of[c] + inter[at] : 0.0f;
-                readings[(chunk.first_row + i) * D + column] = from_float<BANK>(y);
+        for (int r = 0; r < 2; ++r) {
+            const int i = first + row + r;
+            if (i >= C) break;
+#if SAVE
+            change[i * GROUPS + group] = sum[0][r];
+#endif
+#pragma unroll
+            for (int c = 0; c < 4; ++c) {
+                const int column = slice + group * 4 + c;
+                if (column >= D) break;
+                const long long at = (rows + i) * D + column;
+                delta[at] = component(sum[0][r], c);
+                if (i < chunk.rows) {
+                    const float y = i < chunk.tokens ? component(sum[1][r], c) + inter[at] : 0.0f;
+                    readings[(chunk.first_row + i) * D + column] = from_float<BANK>(y);
+                }
             }
         }
     }
@@ -95,25 +146,30 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #if SAVE
     __syncthreads();
     for (int first = 0; first < C; first += TILE) {
-        const int i = first + r;
-        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        float4 sum[1][2] = {};
+        const float* const tiles[1] = {tile_a};
         for (int begin = 0; begin <= first; begin += TILE) {
-            load_tile(tile_x, a, first, begin, C);
-            __syncthreads();
-            const int end = begin == first ? r : TILE;
-            if (i < C)
-                for (int j = 0; j < end; ++j)
-                    add_product(sum, tile_x[r * (TILE + 1) + j], change[(begin + j) * (COLUMNS / 4) + group]);
-            __syncthreads();
+            if (first > 0) {
+                __syncthreads();
+                load_tile(tile_a, a, first, begin, side, C);
+                __syncthreads();
+            }
+            const bool diagonal = begin == first;
+            if (first + row < C)
+                add_rows<1>(sum, tiles, change + begin * GROUPS + group, row, diagonal ? row & ~3 : TILE, diagonal, 0,
+                            side, C - begin);
         }
-        if (i >= C) continue;
-        const float sum_of[4] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll
-        for (int c = 0; c < 4; ++c) {
-            const int column = slice + group * 4 + c;
-            if (column >= D) break;
-            err[((static_cast<long long>(step) * P + p) * C + i) * D + column] =
-                residual[(rows + i) * D + column] - sum_of[c];
+        for (int r = 0; r < 2; ++r) {
+            const int i = first + row + r;
+            if (i >= C) break;
+#pragma unroll
+            for (int c = 0; c < 4; ++c) {
+                const int column = slice + group * 4 + c;
+                if (column >= D) break;
+                err[((static_cast<long long>(step) * P + p) * C + i) * D + column] =
+                    residual[(rows + i) * D + column] - component(sum[0][r], c);
+            }
         }
     }
 #endif

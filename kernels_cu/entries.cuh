@@ -44,8 +44,7 @@ struct __align__(16) WriteEntry {
     }
 };
 
-// Where the K entries that an entry meets lie in sorted order: those of its slot from the chunk's first token to its
-// own, and its L.
+// Where the K entries that an entry meets lie in sorted order: those of its slot up to its own place, and its L.
 struct __align__(16) Partners {
     long long fixed;
     unsigned first;  // 20 bits, then erasures (12)

@@ -28,7 +28,7 @@ WORD_BYTES = 16
 GATHER_THREADS = 512
 GATHER_ROW_THREADS = 128  # most threads across a row
 GATHER_GROUPS = 32  # most rows side by side
-PRODUCT_TILE = 32
+PRODUCT_TILE = 64
 PRODUCT_COLUMNS = (32, 16)  # of a dual matmul block; the wider where it still gives every SM a block
 WRITE_WARPS = 8
 WRITE_LOADS = 4  # words of a row a thread holds
@@ -126,6 +126,7 @@ def dual_matmul_kernel(shape: WriteReadShape, columns: int, triggers: bool) -> K
 def _dual_matmul(shape: WriteReadShape, triggers: bool, device: DeviceModel) -> Launch:
     C, D = shape.chunk, shape.head_dim
     wide, narrow = PRODUCT_COLUMNS
+    side = min(PRODUCT_TILE, ceil_div(C, 4) * 4)
     columns = wide if shape.streams * ceil_div(D, wide) >= device.sm_count else narrow
     save = int(shape.training)
     reads = ("residual", "inter", "x", "qx", "a", "strength", "lengths", "cu_seqlens")
@@ -136,7 +137,7 @@ def _dual_matmul(shape: WriteReadShape, triggers: bool, device: DeviceModel) -> 
         kernel=dual_matmul_kernel(shape, columns, triggers),
         entry="dual_matmul",
         grid=(shape.streams, ceil_div(D, columns), 1),
-        block=(PRODUCT_TILE * columns // 4, 1, 1),
+        block=(PRODUCT_TILE // 2 * columns // 4, 1, 1),
         arguments=(
             *pointers(*reads, "delta", "readings", "err"),
             *STEPS,
@@ -146,7 +147,7 @@ def _dual_matmul(shape: WriteReadShape, triggers: bool, device: DeviceModel) -> 
         writes=("delta", "readings", "err"),
         bytes_moved=moved,
         floor_bytes=0,
-        shared_memory=4 * ((1 + save) * C * columns + 2 * PRODUCT_TILE * (PRODUCT_TILE + 1) - 1),
+        shared_memory=4 * ((1 + save) * C * columns + (2 + save) * side * (side + 4) - 4),
         triggers=triggers,
         note=f"{columns} columns of a chunk a block, IEEE float32",
     )

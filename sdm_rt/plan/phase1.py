@@ -17,11 +17,14 @@ from sdm_rt.runtime.kernel import KernelSpec
 
 __all__ = ["Phase1", "capacity", "phase1_kernels", "plan_phase1", "plan_solve", "slab_steps", "sort_passes"]
 
-SORT_THREADS = 512
+SORT_THREADS = (512, 1024)  # the wider from SORT_WIDE entries a chunk on
+SORT_WIDE = 16384
 SORT_DIGIT_BITS = 8
-SORT_BLOCKS_PER_SM = 4
+SORT_CODE_BITS = 17  # of an item: what is left of its 32 bits holds the upper bits of the slot
+SORT_SHARED = 131_072  # most shared memory for the items of a chunk
+SORT_BLOCKS_PER_SM = {512: 4, 1024: 1}
 SCAN_THREADS = 256
-GRAM_BAND = 64  # rows of A or QK a block, one a thread
+GRAM_ROWS = 8  # of A or QK a block, one a warp
 SOLVE_TILE = 16  # rows of X at a time
 SOLVE_PANEL = 64  # columns of X a block
 SOLVE_THREADS = SOLVE_TILE * SOLVE_PANEL // 4
@@ -33,9 +36,10 @@ PARTNERS_BYTES = 16
 SLOT_RECORD_BYTES = 16
 PLACE_BYTES = 8
 LOG_DECAY_BYTES = 16
-SORT_ITEM_BYTES = 8
 
 SOLVE_KERNEL = KernelSpec("solve.cu", ("solve",))
+
+SORT_ITEMS = {4: "unsigned", 8: "unsigned long long"}
 
 _SLAB = Argument("slab_step", "int32", step_dependent=True)
 
@@ -84,6 +88,17 @@ def sort_passes(slots: int) -> tuple[int, int]:
     return passes, ceil_div(bits, passes)
 
 
+def sort_item_bytes(shape: WriteReadShape) -> int:
+    """Return the bytes of an item that the sort moves: its code and what the first pass leaves of its slot."""
+    passes, bits = sort_passes(shape.slots)
+    return 4 if (passes - 1) * bits + SORT_CODE_BITS <= 32 else 8
+
+
+def sort_threads(shape: WriteReadShape) -> int:
+    """Return the threads of a block of the sort."""
+    return SORT_THREADS[shape.chunk * (shape.writes + shape.reads) > SORT_WIDE]
+
+
 def _buffers(shape: WriteReadShape, chunks: int) -> tuple[Buffer, ...]:
     C, W, R, slots = shape.chunk, shape.writes, shape.reads, capacity(shape)
     lanes = C * (W + R)
@@ -102,6 +117,7 @@ def _buffers(shape: WriteReadShape, chunks: int) -> tuple[Buffer, ...]:
         Buffer("write_entries", "uint8", (chunks, C * W, WRITE_ENTRY_BYTES)),
         Buffer("write_terms", "uint8", (chunks, C * W, WRITE_TERM_BYTES), kept),
         Buffer("partners", "uint8", (chunks, lanes, PARTNERS_BYTES)),
+        Buffer("partner_at", "int32", (chunks, C, W + R)),
         Buffer("slots", "uint8", (chunks, slots, SLOT_RECORD_BYTES), kept),
         Buffer("slot_count", "int32", (chunks,), kept),
         Buffer("places", "uint8", (chunks, C * W, PLACE_BYTES)),
@@ -115,24 +131,31 @@ def phase1_kernels(shape: WriteReadShape) -> dict[str, KernelSpec]:
     """Return the translation units of Phase 1 and the solve, by their entry."""
     bank, index = ("BANK", kernel_type(shape.bank_dtype)), ("INDEX", kernel_index(shape.index_dtype))
     return {
-        "phase1_sort": KernelSpec("phase1_sort.cu", ("phase1_sort",), (index,)),
+        "phase1_sort": KernelSpec(
+            "phase1_sort.cu",
+            ("phase1_sort",),
+            (index, ("ITEM", SORT_ITEMS[sort_item_bytes(shape)]), ("THREADS", str(sort_threads(shape)))),
+        ),
         "phase1_scan": KernelSpec("phase1_scan.cu", ("phase1_scan",), (bank, index)),
         "phase1_gram": KernelSpec("phase1_gram.cu", ("phase1_gram",), (bank,)),
         "solve": SOLVE_KERNEL,
     }
 
 
-def _sort(shape: WriteReadShape, chunks: int, device: DeviceModel) -> tuple[Launch, Buffer]:
+def _sort(shape: WriteReadShape, chunks: int, device: DeviceModel) -> tuple[Launch, tuple[Buffer, ...]]:
     lanes = shape.chunk * (shape.writes + shape.reads)
-    blocks = min(chunks, SORT_BLOCKS_PER_SM * device.sm_count)
+    threads = sort_threads(shape)
+    blocks = min(chunks, SORT_BLOCKS_PER_SM[threads] * device.sm_count)
     passes, bits = sort_passes(shape.slots)
+    held = min(passes - 1, 2) * lanes * sort_item_bytes(shape)
+    shared = held <= SORT_SHARED
     moved = chunks * lanes * (dtype_bytes(shape.index_dtype) + 4)
     launch = Launch(
         name="phase1_sort",
         kernel=phase1_kernels(shape)["phase1_sort"],
         entry="phase1_sort",
         grid=(blocks, 1, 1),
-        block=(SORT_THREADS, 1, 1),
+        block=(threads, 1, 1),
         arguments=(
             *pointers("k_idx", "q_idx", "lengths", "cu_seqlens", "sort_scratch", "payload"),
             _SLAB,
@@ -143,16 +166,18 @@ def _sort(shape: WriteReadShape, chunks: int, device: DeviceModel) -> tuple[Laun
         writes=("sort_scratch", "payload"),
         bytes_moved=moved,
         floor_bytes=moved,
+        shared_memory=held if shared else 0,
         note=f"{passes} passes of {bits} bits, a chunk a block",
     )
-    return launch, Buffer("sort_scratch", "uint8", (blocks, 2, lanes, SORT_ITEM_BYTES))
+    return launch, () if shared else (Buffer("sort_scratch", "uint8", (blocks, held)),)
 
 
 def _scan(shape: WriteReadShape, chunks: int) -> Launch:
     C, W, R = shape.chunk, shape.writes, shape.reads
     inputs = ("payload", "k_idx", "q_idx", "k_val", "q_val", "g", "beta", "lengths", "cu_seqlens")
     logs = ("log_k", "log_q", "rex", "cpe")
-    records = ("write_entries", "write_terms", "partners", "slots", "slot_count", "places", "totals")
+    sorted_records = ("write_entries", "write_terms", "partners", "partner_at")
+    records = (*sorted_records, "slots", "slot_count", "places", "totals")
     results = ("k_eff", "q_w", "flags", "strength", *records, "repeats")
     entry = 4 + dtype_bytes(shape.bank_dtype) + 4 + PARTNERS_BYTES
     moved = chunks * C * ((W + R) * entry + W * (WRITE_ENTRY_BYTES + WRITE_TERM_BYTES + PLACE_BYTES))
@@ -178,15 +203,15 @@ def _scan(shape: WriteReadShape, chunks: int) -> Launch:
 
 def _gram(shape: WriteReadShape, chunks: int) -> Launch:
     C = shape.chunk
-    inputs = ("partners", "write_entries", "k_val", "q_val", "lengths", "cu_seqlens")
+    inputs = ("partner_at", "partners", "write_entries", "k_val", "q_val", "lengths", "cu_seqlens")
     lanes = C * (shape.writes + shape.reads)
-    moved = chunks * (lanes * (PARTNERS_BYTES + dtype_bytes(shape.bank_dtype)) + 2 * 4 * C * C)
+    moved = chunks * (lanes * (4 + dtype_bytes(shape.bank_dtype)) + 2 * 4 * C * C)
     return Launch(
         name="phase1_gram",
         kernel=phase1_kernels(shape)["phase1_gram"],
         entry="phase1_gram",
-        grid=(chunks, ceil_div(C, GRAM_BAND), 2),
-        block=(GRAM_BAND, 1, 1),
+        grid=(chunks, ceil_div(C, GRAM_ROWS), 2),
+        block=(32 * GRAM_ROWS, 1, 1),
         arguments=(
             *pointers(*inputs, "a", "qk"),
             _SLAB,
@@ -196,8 +221,8 @@ def _gram(shape: WriteReadShape, chunks: int) -> Launch:
         writes=("a", "qk"),
         bytes_moved=moved,
         floor_bytes=moved,
-        shared_memory=4 * (GRAM_BAND * (C + 1) - 1),
-        note=f"{GRAM_BAND} rows a block, one a thread, its only writer",
+        shared_memory=4 * min(GRAM_ROWS, C) * C,
+        note=f"{GRAM_ROWS} rows a block, one a warp, its only writer",
     )
 
 
@@ -242,5 +267,5 @@ def plan_phase1(shape: WriteReadShape, steps: int, device: DeviceModel) -> Phase
     sort, sort_scratch = _sort(shape, chunks, device)
     return Phase1(
         launches=(sort, _scan(shape, chunks), _gram(shape, chunks), plan_solve(chunks, shape.chunk)),
-        buffers=(sort_scratch, *_buffers(shape, chunks)),
+        buffers=(*sort_scratch, *_buffers(shape, chunks)),
     )

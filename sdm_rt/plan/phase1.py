@@ -89,7 +89,7 @@ def sort_passes(slots: int) -> tuple[int, int]:
 
 
 def sort_item_bytes(shape: WriteReadShape) -> int:
-    """Return the bytes of an item that the sort moves: its code and what the first pass leaves of its slot."""
+    """Return the bytes of an item that the sort moves: its code, and its slot after the first pass."""
     passes, bits = sort_passes(shape.slots)
     return 4 if (passes - 1) * bits + SORT_CODE_BITS <= 32 else 8
 

@@ -1,4 +1,4 @@
-"""CUDA's warp operations, votes, atomics and intrinsics against their definitions, on the emulator and on the GPU."""
+"""CUDA warp operations, votes, atomics and intrinsics against their definitions, on emulator and GPU."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from sdm_rt.layer.layer import SparseDeltaMemory
 from sdm_rt.layer.state import Cache, SDMLayerState
 from sdm_rt.ops.counters import last_dispatch, repeated_write_slots, reset_dispatch
 from sdm_rt.ops.decode import sdm_decode_step
+from sdm_rt.ops.phase1 import Phase1, phase1_forward
 from sdm_rt.ops.solve import wy_solve
 from sdm_rt.ops.topk import product_key_topk
 from sdm_rt.ops.write_read import sdm_write_read
@@ -27,6 +28,7 @@ __all__ = [
     "KernelCompileError",
     "MissingDependencyError",
     "NotPrecompiledError",
+    "Phase1",
     "SDMLayerState",
     "SparseDeltaMemory",
     "SparseDeltaMemoryArgs",
@@ -34,6 +36,7 @@ __all__ = [
     "UntestedHardwareWarning",
     "l2_normalize",
     "last_dispatch",
+    "phase1_forward",
     "product_key_topk",
     "repeated_write_slots",
     "reset_dispatch",

@@ -1,25 +1,21 @@
-"""Phase 1 and the solve against their own definitions, on the emulator and on the GPU."""
+"""The kernels of Phase 1 against the CPU's definition, on the emulator and on the GPU."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
-from tests.kernels.backends import BACKENDS, Backend, device_model, execute, require
-from tests.kernels.forward import planned_forward
-from tests.kernels.phase1 import Phase1Reference, phase1_reference
-from tests.problems import Problem, make_problem
+from sdm_rt.cpu import phase1 as definition
+from sdm_rt.cpu.phase1 import Phase1
+from tests.kernels.backends import BACKENDS, Backend, require
+from tests.kernels.phase1 import Chunks, make_chunks, phase1
+from tests.problems import GATES, WRITES
+from tests.tolerances import assert_close, assert_same_bits
+
+# Log-decays too: both sum them in the same fixed point.
+EXACT = ("payload", "last", "only", "log_k", "log_q", "rex")
 
 pytestmark = pytest.mark.parametrize("backend", BACKENDS)
-
-# Single float32 numbers; exp takes the error of its argument, whose rounding is 2^-24 of it.
-CLOSE = {"rtol": 2e-6, "atol": 1.2e-38}
-# Sums of products of these: as many roundings as terms.
-SUMS = {"rtol": 1e-5, "atol": 1e-7}
 
 
 @pytest.fixture(autouse=True)
@@ -27,123 +23,70 @@ def available(backend: Backend) -> None:
     require(backend)
 
 
-def run(backend: Backend, problem: Problem, chunk: int) -> dict[str, Any]:
-    """Run Phase 1 as training does, with the results that the op leaves out."""
-    chunks = -(-problem.tokens // chunk) * problem.streams
-    W = problem.k_idx.shape[2]
-    optional = {
-        "cpe": torch.empty(chunks, chunk, W),
-        "flags": torch.empty(chunks, chunk, W, dtype=torch.uint8),
-    }
-    planned = planned_forward(problem, chunk, device_model(backend), training=True, optional=optional)
-    calls = [call for call in planned.calls if call.launch in planned.plan.prologue]
-    assert [call.launch.name for call in calls] == ["phase1_sort", "phase1_scan", "phase1_gram", "solve"]
-    execute(backend, calls, outputs=list(optional.values()), scratch=planned.scratch)
-    return planned.values
+def check(backend: Backend, chunks: Chunks, *, seed: int = 0) -> Phase1:
+    got, repeats = phase1(backend, chunks, seed=seed)
+    want, counted = definition.phase1(**chunks.inputs(), slots=chunks.slots, lengths=chunks.lengths)
+    for name, one, two in zip(Phase1._fields, got, want, strict=True):
+        if name in EXACT:
+            assert_same_bits(name, one, two)
+        else:
+            assert_close(name, one, two, torch.float32)
+    assert repeats == counted
+    return got
 
 
-def close(name: str, got: Tensor, want: Tensor, tolerance: dict[str, float]) -> None:
-    torch.testing.assert_close(got.double(), want, **tolerance, msg=lambda text: f"{name}: {text}")
-
-
-def check_chunk(got: dict[str, Any], n: int, want: Phase1Reference) -> None:
-    for name in ("log_k", "log_q", "rex", "k_eff", "q_w", "cpe", "strength"):
-        close(name, got[name][n], getattr(want, name), CLOSE)
-    assert torch.equal(got["flags"][n], want.flags)
-    for name in ("a", "qk", "x", "qx"):
-        close(name, got[name][n], getattr(want, name), SUMS)
-        above = torch.ones_like(got[name][n], dtype=torch.bool).triu(0 if name == "a" else 1)
-        assert not got[name][n][above].any(), f"{name}: a value above the diagonal"
-    check_order(got["payload"][n], want)
-    check_records(got, n, want)
-
-
-def check_order(payload: Tensor, want: Phase1Reference) -> None:
-    """The valid entries in sorted order, then the others; each code's lane, token and bits."""
-    lane, token = payload & 0xFF, payload >> 8 & 0xFF
-    query, valid, head, owner = (payload >> bit & 1 for bit in (16, 17, 18, 19))
-    count = len(want.entries)
-    assert valid.tolist() == [1] * count + [0] * (len(payload) - count)
-    for i, entry in enumerate(want.entries):
-        assert (int(token[i]), int(query[i]), int(lane[i])) == (entry.token, entry.query, entry.lane)
-        assert int(head[i]) == (i == 0 or want.entries[i - 1].slot != entry.slot)
-        assert int(owner[i]) == (entry.gate is not None)
-
-
-def check_records(got: dict[str, Any], n: int, want: Phase1Reference) -> None:
-    slots = got["slots"][n].view(torch.int32)  # [slots, 4]: slot, first, count, bits of cpe
-    assert int(got["slot_count"][n]) == len(want.slots)
-    found = slots[: len(want.slots)]
-    assert [tuple(row) for row in found[:, :3].tolist()] == want.slots
-    if want.slots:
-        decay = found[:, 3].contiguous().view(torch.float32)
-        close("cpe of a slot", decay, torch.tensor(want.slot_decay, dtype=torch.float64), CLOSE)
-        terms = got["write_terms"][n].view(torch.int32)[: len(want.write_terms)]  # [entries, 2]
-        weights = terms[:, 0].contiguous().view(torch.float32)
-        expected = torch.tensor([weight for weight, _ in want.write_terms], dtype=torch.float64)
-        close("weight of a write", weights, expected, CLOSE)
-        assert terms[:, 1].tolist() == [token for _, token in want.write_terms]
-
-
-def check(backend: Backend, problem: Problem, chunk: int) -> None:
-    got = run(backend, problem, chunk)
-    for n in range(-(-problem.tokens // chunk) * problem.streams):
-        step, stream = divmod(n, problem.streams)
-        check_chunk(got, n, phase1_reference(problem, stream, step * chunk, chunk))
-    rows = problem.k_idx[problem.real()]
-    assert int(got["repeats"]) == sum(len(row) - len(row.unique()) for row in rows)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("C", "W", "R"), [(1, 1, 1), (16, 4, 3), (33, 2, 9), (64, 8, 1)])
+def test_shapes(backend: Backend, dtype: torch.dtype, C: int, W: int, R: int) -> None:
+    check(backend, make_chunks(3, C, W, R, 40, dtype, seed=C, gate_per_write=W > 2), seed=R)
 
 
 @pytest.mark.parametrize("gate_per_write", [False, True])
-@pytest.mark.parametrize("gates", ["mild", "-1e4", "-inf", "some positive", "all kinds"])
+@pytest.mark.parametrize("gates", GATES)
 def test_gates(backend: Backend, gates: str, gate_per_write: bool) -> None:
-    problem = make_problem(2, 21, 4, 3, 8, 10, gates=gates, gate_per_write=gate_per_write, writes="repeats")
-    check(backend, problem.cast(torch.float32), 16)
+    check(backend, make_chunks(2, 20, 3, 3, 8, gates=gates, gate_per_write=gate_per_write, writes="repeats"))
 
 
-@pytest.mark.parametrize("writes", ["distinct", "hot", "one slot"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_collisions(backend: Backend, dtype: torch.dtype, writes: str) -> None:
-    problem = make_problem(1, 40, 5, 2, 8, 12, writes=writes, gates="all kinds", gate_per_write=True, seed=1)
-    check(backend, problem.cast(dtype), 20)
+@pytest.mark.parametrize("writes", WRITES)
+def test_collisions(backend: Backend, writes: str) -> None:
+    check(backend, make_chunks(2, 30, 4, 4, 12, writes=writes, gates="some -inf", signed_weights=True))
 
 
-@pytest.mark.parametrize(("chunk", "W", "R"), [(1, 1, 1), (7, 3, 40), (65, 9, 2), (130, 2, 2)])
-def test_sizes(backend: Backend, chunk: int, W: int, R: int) -> None:
-    check(
-        backend,
-        make_problem(1, chunk + 3, W, R, 8, 300, seed=chunk, writes="repeats").cast(torch.float32),
-        chunk,
+def test_chunks_of_different_lengths(backend: Backend) -> None:
+    check(backend, make_chunks(5, 16, 3, 4, 20, torch.bfloat16, lengths=[16, 0, 1, 15, 7]))
+
+
+@pytest.mark.parametrize("slots", [5, 256, 300, 2**20, 2**31 - 1])
+def test_numbers_of_slots(backend: Backend, slots: int) -> None:
+    chunks = make_chunks(2, 12, 4, 4, 5)
+    stride = slots // 5
+    spread = Chunks(
+        **(chunks.inputs() | {"k_idx": chunks.k_idx * stride, "q_idx": chunks.q_idx * stride}), slots=slots
     )
+    check(backend, spread)
 
 
-def test_streams_of_different_lengths(backend: Backend) -> None:
-    problem = make_problem(4, 37, 3, 4, 8, 20, lengths=[37, 0, 16, 17], gates="some -inf", writes="repeats")
-    check(backend, problem.cast(torch.bfloat16), 16)
+def test_an_index_outside_the_slots_is_absent(backend: Backend) -> None:
+    chunks = make_chunks(2, 9, 4, 5, 12, seed=1, writes="repeats")
+    for n, token, lane, slot in ((0, 3, 1, -1), (0, 3, 2, 12), (1, 8, 0, 2**40)):
+        chunks.k_idx[n, token, lane] = slot
+        chunks.q_idx[n, token, lane] = slot
+    check(backend, chunks)
 
 
-def test_slots_beyond_one_digit_of_the_sort(backend: Backend) -> None:
-    problem = make_problem(1, 30, 6, 5, 1, 70_000, seed=5).cast(torch.float32)
-    near = problem.k_idx[0, :, :2] % 3 * 256 + 7  # slots that share their lowest digits
-    problem.k_idx[0, :, :2] = near.sort(dim=-1).values + torch.tensor([0, 65_536])
-    problem.q_idx[0, :, 0] = problem.k_idx[0, :, 0]
-    check(backend, replace(problem, k_idx=problem.k_idx.int(), q_idx=problem.q_idx.int()), 30)
+def test_index_types_give_the_same_bits(backend: Backend) -> None:
+    chunks = make_chunks(2, 16, 4, 4, 20, torch.bfloat16)
+    wide = check(backend, chunks)
+    for narrow in (("k_idx", "q_idx"), ("q_idx",)):
+        inputs = chunks.inputs() | {name: chunks.inputs()[name].int() for name in narrow}
+        got = check(backend, Chunks(**inputs, slots=chunks.slots))
+        for name, one, two in zip(Phase1._fields, got, wide, strict=True):
+            assert_same_bits(name, one, two)
 
 
-def test_an_index_outside_the_stream_is_absent(backend: Backend) -> None:
-    problem = make_problem(3, 20, 5, 6, 8, 9, seed=2, gates="mild").cast(torch.float32)
-    for row, lane, place in ((3, 2, 8), (3, 4, 18), (11, 0, 2**40), (12, 1, -1)):
-        problem.k_idx[1, row, lane] = place
-    problem.q_idx[1, 5, 1] = 20
-    got = run(backend, problem, 8)
-    for n in range(9):
-        step, stream = divmod(n, 3)
-        check_chunk(got, n, phase1_reference(problem, stream, step * 8, 8))
-    assert int(got["repeats"]) == 0
-
-
-def test_log_decays_of_many_gates_cancel_exactly(backend: Backend) -> None:
-    """Every token writes the same slots: their L is a sum of many gates, A holds its differences."""
-    problem = make_problem(1, 128, 2, 1, 1, 2, writes="distinct", gate_per_write=True, seed=3)
-    problem = replace(problem, g=300.0 * problem.g).cast(torch.float32)
-    check(backend, problem, 128)
+def test_chunks_change_no_bit_of_each_other(backend: Backend) -> None:
+    chunks = make_chunks(4, 20, 4, 4, 12, writes="hot", gates="all kinds")
+    whole, _ = phase1(backend, chunks)
+    part, _ = phase1(backend, Chunks(**{k: x[2:3].clone() for k, x in chunks.inputs().items()}, slots=12))
+    for name, one, two in zip(Phase1._fields, part, whole, strict=True):
+        assert_same_bits(name, one, two[2:3])

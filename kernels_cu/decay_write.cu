@@ -38,12 +38,13 @@ struct Words {
     }
 };
 
+// The larger; NaN where either is.
+static __device__ __forceinline__ float larger(float x, float y) {
+    return x != x || x > y ? x : y;
+}
 static __device__ __forceinline__ float warp_max(float x) {
 #pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) {
-        const float other = __shfl_xor_sync(0xffffffffu, x, distance);
-        x = x != x || x > other ? x : other;  // NaN stays
-    }
+    for (int distance = 16; distance > 0; distance /= 2) x = larger(x, __shfl_xor_sync(0xffffffffu, x, distance));
     return x;
 }
 
@@ -70,10 +71,7 @@ static __device__ __forceinline__ void quantize_row(const BANK* row, Words& held
     float largest = 0.0f;
     visit_row(row, held, first, D, [&](int, const float (&value)[VECTOR]) {
 #pragma unroll
-        for (int c = 0; c < VECTOR; ++c) {
-            const float x = fabsf(value[c]);
-            if (!(x <= largest)) largest = x;
-        }
+        for (int c = 0; c < VECTOR; ++c) largest = larger(largest, fabsf(value[c]));
     });
     largest = warp_max(largest);
 #if SNAPSHOT == 3

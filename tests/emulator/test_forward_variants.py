@@ -1,7 +1,7 @@
-"""Every variant of the forward's kernels that a plan can choose executes and equals the oracle.
+"""The variants of the forward's kernels execute and equal the oracle, those of the sort its definition.
 
-Variants that differ in macros of PDL alone are one library here; they count as one, beside a test that each
-use of PDL occurs.
+Variants that differ in macros of PDL alone are one library here; they run as one, beside a test that each use
+of PDL occurs.
 """
 
 from __future__ import annotations
@@ -9,19 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import product
 
 import pytest
 import torch
 
-from sdm_rt.errors import UnsupportedConfigurationError
-from sdm_rt.plan.device import PRESETS, DeviceModel, preset
-from sdm_rt.plan.forward import plan_forward
+from sdm_rt.ops.write_read_launch import allocate
+from sdm_rt.plan.device import DeviceModel, preset
+from sdm_rt.plan.forward import forward_constants, plan_forward
 from sdm_rt.plan.launch import Launch
 from sdm_rt.plan.shapes import BANK_DTYPES, INDEX_DTYPES, SNAPSHOTS, WriteReadShape, dtype_bytes
-from sdm_rt.runtime.kernel import KernelSpec
-from tests.emulator.build import PARALLEL_BUILDS, without_pdl
+from tests.emulator.build import PARALLEL_BUILDS
+from tests.emulator.harness import Call, run
 from tests.kernels.forward import forward_on_emulator, forward_oracle
 from tests.problems import Problem, make_problem
 from tests.tolerances import TOLERANCES, relative_error
@@ -96,31 +95,46 @@ def cases() -> Iterator[Case]:
     yield Case("float32", 8, ONE_SM["h100"], chunk=65)
 
 
-@cache
-def choices() -> frozenset[KernelSpec]:
-    """What plans choose over a wide grid of shapes, on GPUs of every kind."""
-    columns = (1, 2, 3, 4, 5, 8, 16, 30, 33, 64, 66, 96, 100, 130, 132, 160, 192, 194, 200, 256, 260, 264)
-    columns += (388, 392, 512, 516, 520, 768, 776, 1000, 1024, 4096, 16384)
-    models = (PRESETS["h100"], PRESETS["a100"], PRESETS["rtx4090"], PRESETS["b200"])
-    found: set[KernelSpec] = set()
-    for D, dtype, alignment in product(columns, BANK_DTYPES, (2, 4, 8, 16)):
-        calls = [("int64", "none", False), ("int32", "none", False)]
-        calls += [("int64", snapshot, True) for snapshot in SNAPSHOTS]
-        for (index, snapshot, training), (P, C) in product(calls, ((1, 16), (256, 128))):
-            model = models[(D + C + len(found)) % len(models)]
-            try:
-                shape = WriteReadShape(
-                    P, 1024, C, 16, 16, D, 4096, dtype, index_dtype=index, snapshot=snapshot,
-                    training=training, alignment=max(alignment, dtype_bytes(dtype)),
-                )  # fmt: skip
-                found |= {without_pdl(launch.kernel) for launch in plan_forward(shape, model).kernels()}
-            except UnsupportedConfigurationError:
-                continue
-    return frozenset(found)
+@dataclass(frozen=True)
+class SortCase:
+    """A sort of one chunk: slots decide the bytes of an item, entries the threads of a block."""
+
+    index: str
+    slots: int
+    chunk: int
+    writes: int
+    reads: int
+
+    def launch(self) -> tuple[Launch, dict[str, object]]:
+        """The launch with the numbers and the working memory that the plan gives it."""
+        shape = WriteReadShape(
+            1,
+            self.chunk,
+            self.chunk,
+            self.writes,
+            self.reads,
+            1,
+            self.slots,
+            index_dtype=self.index,
+            training=False,
+        )
+        plan = plan_forward(shape, preset("h100"))
+        (launch,) = (launch for launch in plan.prologue if launch.name == "phase1_sort")
+        given = forward_constants(plan) | allocate(plan.buffers, torch.device("cpu"))
+        return launch, {a.name: given.get(a.name) for a in launch.arguments}
 
 
 CASES = list(dict.fromkeys(cases()))
-SPECS = sorted({launch.kernel for case in CASES for launch in case.launches()})
+SORT_CASES = [
+    SortCase(index, slots, *sizes)
+    for index in INDEX_DTYPES
+    for slots in (300, 2**24)
+    for sizes in ((7, 3, 5), (130, 70, 60))
+]
+SPECS = sorted(
+    {launch.kernel for case in CASES for launch in case.launches()}
+    | {case.launch()[0].kernel for case in SORT_CASES}
+)
 
 
 def check(case: Case) -> None:
@@ -142,9 +156,34 @@ def test_variants(dtype: str, D: int) -> None:
         list(pool.map(check, chosen))
 
 
-def test_the_cases_hold_every_choice() -> None:
-    missing = choices() - {without_pdl(spec) for spec in SPECS}
-    assert not missing, f"{len(missing)} variants run in no case, for example {next(iter(missing))}"
+@pytest.mark.parametrize("case", SORT_CASES, ids=str)
+def test_sort_variants(case: SortCase) -> None:
+    launch, values = case.launch()
+    C, lanes = case.chunk, case.writes + case.reads
+    generator = torch.Generator().manual_seed(C)
+    # Slots of both ends, few enough to repeat, and some outside the bank.
+    pool = torch.cat(
+        [torch.arange(40), case.slots - 1 - torch.arange(40), torch.tensor([-1, case.slots, 2**30])]
+    )
+    slots = pool[torch.randint(len(pool), (C, lanes), generator=generator)]
+    values |= {
+        "k_idx": slots[:, : case.writes].to(getattr(torch, case.index)).contiguous(),
+        "q_idx": slots[:, case.writes :].to(getattr(torch, case.index)).contiguous(),
+        "slab_step": 0,
+        "shared_bank": 0,
+        "wide": 1,
+    }
+    payload = values["payload"]
+    scratch = [x for x in (payload, values["sort_scratch"]) if x is not None]
+    # Absent entries need no place in the second buffer.
+    run([Call(launch, values)], scratch=scratch, builds=("access",), unused_shared_memory=True)
+    entries = []
+    for t, lane in product(range(C), range(lanes)):
+        slot, query = int(slots[t, lane]), lane >= case.writes
+        valid = 0 <= slot < case.slots
+        code = (lane - query * case.writes) | t << 8 | query << 16 | valid << 17
+        entries.append((not valid, slot if valid else 0, len(entries), code))
+    assert (payload.flatten()[: C * lanes] & 0x3FFFF).tolist() == [code for *_, code in sorted(entries)]
 
 
 def test_the_cases_hold_every_use_of_pdl() -> None:

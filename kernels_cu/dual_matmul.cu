@@ -20,7 +20,8 @@
 #define THREADS (TILE / 2 * GROUPS)
 
 // Copies the tile at (row, column) of a [C, C] matrix to rows of side + 4 floats; beyond the matrix 0.
-static __device__ __forceinline__ void load_tile(float* tile, const float* matrix, int row, int column, int side, int C) {
+static __device__ __forceinline__ void load_tile(float* tile, const float* matrix, int row, int column, int side,
+                                                 int C) {
     const int quarters = side / 4;
     for (int cell = threadIdx.x; cell < side * quarters; cell += THREADS) {
         const int r = cell / quarters, c = cell % quarters * 4;
@@ -82,8 +83,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 const float* strength, const void* lengths, const void* cu_seqlens, float* delta, BANK* readings,
                 float* err, int step, int slab_step, int P, int T, int C, int D, int wide) {
     const int side = min(TILE, (C + 3) & ~3);
-    float4* const u = ptx::dynamic_shared<float4>();                     // [C, GROUPS]
-    float4* const change = u + SAVE * C * GROUPS;                        // [C, GROUPS], delta (SAVE)
+    float4* const u = ptx::dynamic_shared<float4>();                      // [C, GROUPS]
+    float4* const change = u + SAVE * C * GROUPS;                         // [C, GROUPS], delta (SAVE)
     float* const tile_x = reinterpret_cast<float*>(change + C * GROUPS);  // [side, side + 4]
     float* const tile_qx = tile_x + side * (side + 4);
     float* const tile_a = tile_qx + side * (side + 4);  // (SAVE)

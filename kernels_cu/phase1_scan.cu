@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int i = threadIdx.x; i < C; i += THREADS)
         strength[n * C + i] = i < chunk.tokens ? ptx::load_readonly(beta + chunk.first_row + i) : 0.0f;
 
-    Run carry{0, 0, 0, 0, 0};            // of the tiles before, the same in every thread
+    Run carry{0, 0, 0, 0, 0};  // of the tiles before, the same in every thread
     int writes_before = 0, slots_before = 0;
     int code = threadIdx.x < entries ? ptx::load_readonly(payload + threadIdx.x) : 0;
     for (int tile = 0; tile < entries; tile += THREADS) {
@@ -141,7 +141,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             const bool last = !(after & IS_VALID) || (after & IS_HEAD);
             if (valid && last && run.writes > 0) {
                 const long long index = query ? q_idx[row * R + lane] : k_idx[row * W + lane];
-                slots[slot_base + slot] = SlotRecord{static_cast<int>(index - first_slot), first, run.writes, exp_of(l)};
+                slots[slot_base + slot] =
+                    SlotRecord{static_cast<int>(index - first_slot), first, run.writes, exp_of(l)};
                 totals[slot_base + slot] = l;
             }
         }

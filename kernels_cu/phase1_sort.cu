@@ -93,20 +93,15 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int row = payload_row(C, W, R);
     const int buffers = min(passes - 1, 2);
     ITEM* const even = sort_scratch == nullptr
-                           ? ptx::dynamic_shared<ITEM>()
-                           : sort_scratch + static_cast<long long>(blockIdx.x) * buffers * entries;  // passes 0, 2
-    ITEM* const odd = even + (buffers - 1) * entries;                                               // pass 1
+        ? ptx::dynamic_shared<ITEM>()
+        : sort_scratch + static_cast<long long>(blockIdx.x) * buffers * entries;  // passes 0, 2
+    ITEM* const odd = even + (buffers - 1) * entries;                             // pass 1
     const unsigned digit_mask = (1u << digit_bits) - 1;
 
     const int chunks = static_cast<int>(chunks_of_slab(slab_step, slab_chunks, P, T, C));
     for (int n = blockIdx.x; n < chunks; n += gridDim.x) {
-        Source source{k_idx,
-                      q_idx,
-                      0,
-                      chunk_at(static_cast<long long>(slab_step) * P + n, P, T, C, lengths, cu_seqlens, wide),
-                      W,
-                      R,
-                      S};
+        const Chunk chunk = chunk_at(static_cast<long long>(slab_step) * P + n, P, T, C, lengths, cu_seqlens, wide);
+        Source source{k_idx, q_idx, 0, chunk, W, R, S};
         if (!shared_bank) source.first_slot = static_cast<long long>(source.chunk.stream) * S;
         int* const sorted = payload + static_cast<long long>(n) * row;
         int count = entries;  // of the pass; after the first, the valid entries

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from sdm_rt.plan.buffer import Buffer
 from sdm_rt.plan.device import DeviceModel
+from sdm_rt.plan.kernel_resources import kernel_resources
 from sdm_rt.plan.launch import Argument, Launch, pointers
 from sdm_rt.plan.shapes import WriteReadShape, dtype_bytes, kernel_index, kernel_type
 from sdm_rt.plan.tiling import ceil_div
@@ -148,11 +149,13 @@ def _sort(shape: WriteReadShape, chunks: int, device: DeviceModel) -> tuple[Laun
     blocks = min(chunks, SORT_BLOCKS_PER_SM[threads] * device.sm_count)
     passes, bits = sort_passes(shape.slots)
     held = min(passes - 1, 2) * lanes * sort_item_bytes(shape)
-    shared = held <= SORT_SHARED
+    kernel = phase1_kernels(shape)["phase1_sort"]
+    static = kernel_resources(kernel, "phase1_sort", device).static_shared
+    shared = held <= min(SORT_SHARED, device.shared_memory_per_block - static)
     moved = chunks * lanes * (dtype_bytes(shape.index_dtype) + 4)
     launch = Launch(
         name="phase1_sort",
-        kernel=phase1_kernels(shape)["phase1_sort"],
+        kernel=kernel,
         entry="phase1_sort",
         grid=(blocks, 1, 1),
         block=(threads, 1, 1),
@@ -167,7 +170,7 @@ def _sort(shape: WriteReadShape, chunks: int, device: DeviceModel) -> tuple[Laun
         bytes_moved=moved,
         floor_bytes=moved,
         shared_memory=held if shared else 0,
-        note=f"{passes} passes of {bits} bits, a chunk a block",
+        note=f"{passes} passes of {bits} bits, a chunk a block, {'shared' if shared else 'global'} memory",
     )
     return launch, () if shared else (Buffer("sort_scratch", "uint8", (blocks, held)),)
 

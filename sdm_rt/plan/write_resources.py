@@ -1,6 +1,7 @@
 """Write ``resources.json``: what NVRTC reports of every kernel variant that a plan can choose.
 
-    python -m sdm_rt.plan.write_resources
+    python -m sdm_rt.plan.write_resources                 every kernel: minutes
+    python -m sdm_rt.plan.write_resources decay_write.cu  only those of the files named
 
 Needs NVRTC and no GPU. A test compiles the same variants and compares.
 """
@@ -8,7 +9,8 @@ Needs NVRTC and no GPU. A test compiles the same variants and compares.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from multiprocessing import get_context
@@ -112,9 +114,9 @@ def figures_of(spec: KernelSpec, target: str) -> Figures:
     }
 
 
-def figures_of_all(targets: Iterable[str] = TARGETS) -> Table:
-    """Compile every variant for the targets, in as many processes as the machine has cores."""
-    jobs = [(spec, target) for target in targets for spec in variants(target)]
+def figures_of_all(files: Collection[str]) -> Table:
+    """Compile every variant of some files for every target, in as many processes as the machine has cores."""
+    jobs = [(spec, target) for target in TARGETS for spec in variants(target) if spec.file in files]
     table: Table = {}
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         results = pool.map(figures_of, *zip(*jobs, strict=True), chunksize=8)
@@ -133,10 +135,16 @@ def text(table: Table) -> str:
     return "{\n" + ",\n".join(files) + "\n}\n"
 
 
-def main() -> None:
-    """Compile everything and write the table."""
-    TABLE.write_text(text(figures_of_all()), encoding="utf-8")
+def main(files: Sequence[str]) -> None:
+    """Compile the variants of the files, or of all where none is named, and write their part of the table."""
+    known = {spec.file for target in TARGETS for spec in variants(target)}
+    if unknown := sorted(set(files) - known):
+        raise SystemExit(
+            f"no plan chooses a kernel of {', '.join(unknown)}; known: {', '.join(sorted(known))}"
+        )
+    table: Table = json.loads(TABLE.read_text(encoding="utf-8")) if files else {}
+    TABLE.write_text(text(table | figures_of_all(files or known)), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

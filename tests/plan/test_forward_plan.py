@@ -70,13 +70,13 @@ def test_every_macro_of_a_variant_stands_in_its_kernels_header(name: str) -> Non
 
 def test_blocks_are_those_that_the_kernels_are_written_for() -> None:
     plan = plan_forward(FLAGSHIP, preset("h100"))
-    for name in ("phase1_sort", "phase1_scan"):
-        assert launch(plan, name).block == (constant(name, "THREADS"), 1, 1)
-    assert launch(plan, "phase1_gram").block == (constant("phase1_gram", "BAND"), 1, 1)
+    assert launch(plan, "phase1_sort").block == (int(defines(FLAGSHIP, "phase1_sort")["THREADS"]), 1, 1)
+    assert launch(plan, "phase1_scan").block == (constant("phase1_scan", "THREADS"), 1, 1)
+    assert launch(plan, "phase1_gram").block == (32 * constant("phase1_gram", "ROWS"), 1, 1)
     tile, panel = constant("solve", "TILE"), constant("solve", "PANEL")
     assert launch(plan, "solve").block == (tile * panel // 4, 1, 1)
     columns = int(defines(FLAGSHIP, "dual_matmul")["COLUMNS"])
-    assert launch(plan, "dual_matmul").block == (constant("dual_matmul", "TILE") * columns // 4, 1, 1)
+    assert launch(plan, "dual_matmul").block == (constant("dual_matmul", "TILE") // 2 * columns // 4, 1, 1)
     assert launch(plan, "decay_write").block == (32 * constant("decay_write", "WARPS"), 1, 1)
     most = constant("gather", "MAX_THREADS")
     for dtype, D in product(BANK_DTYPES, (1, 3, 8, 30, 64, 100, 128, 500, 1000, 1024, 4096, 16384)):
@@ -107,9 +107,15 @@ def test_the_sort_covers_the_bits_of_a_slot(slots: int, passes: int, bits: int) 
 # ---- shared memory ----
 
 
+def sort_bytes(C: int, lanes: int, slots: int) -> int:
+    """Items between two passes, in two buffers where there is more than one such time."""
+    passes = -(-(slots - 1).bit_length() // 8)
+    return min(passes - 1, 2) * C * lanes * 4
+
+
 def gram_bytes(C: int) -> int:
-    """64 rows of C floats, a word of padding between them."""
-    return 4 * (64 * C + 63)
+    """Eight rows, or all where there are fewer."""
+    return 4 * C * min(8, C)
 
 
 def solve_bytes(C: int) -> int:
@@ -119,8 +125,11 @@ def solve_bytes(C: int) -> int:
 
 
 def product_bytes(C: int, columns: int, training: bool) -> int:
-    """u, in training delta too, and two tiles of 32 x 32, 33 floats apart."""
-    return 4 * (C * columns * (2 if training else 1) + 2 * 32 * 33 - 1)
+    """u, in training delta too, and two or three square tiles whose rows lie four floats apart."""
+    side = min(64, -(-C // 4) * 4)
+    if training:
+        return 4 * (2 * C * columns + 3 * side * (side + 4) - 4)
+    return 4 * (C * columns + 2 * side * (side + 4) - 4)
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -131,7 +140,7 @@ def test_shared_memory_by_hand(C: int, training: bool) -> None:
     columns = int(defines(shape, "dual_matmul")["COLUMNS"])
     # Nine offsets of 8 bytes and weights of 4; four rows of 1,024 sums.
     assert {one.name: one.shared_memory for one in plan.kernels()} == {
-        "phase1_sort": 0,
+        "phase1_sort": sort_bytes(C, 16, 4096),
         "phase1_scan": 0,
         "phase1_gram": gram_bytes(C),
         "solve": solve_bytes(C),
@@ -144,26 +153,75 @@ def test_shared_memory_by_hand(C: int, training: bool) -> None:
 @pytest.mark.parametrize(
     ("name", "C", "need"),
     [
-        ("phase1_gram", 64, 16_636),
-        ("phase1_gram", 256, 65_788),
+        ("phase1_sort", 64, 32_768),
+        ("phase1_gram", 64, 2_048),
+        ("phase1_gram", 256, 8_192),
         ("solve", 64, 20_540),
         ("solve", 256, 81_980),
+        ("dual_matmul", 64, 38_896),
+        ("dual_matmul", 256, 51_184),
     ],
 )
 def test_shared_memory_in_figures(name: str, C: int, need: int) -> None:
-    shape = WriteReadShape(2, 1024, C, 7, 9, 1024, 4096, training=False)
+    shape = WriteReadShape(2, 1024, C, 64, 64, 1024, 65536, training=False)
     assert launch(plan_forward(shape, preset("h100")), name).shared_memory == need
+
+
+@pytest.mark.parametrize(
+    ("device", "chunk", "slots", "shared_memory"),
+    [
+        ("h100", 256, 65_536, 131_072),  # 32,768 entries of 4 bytes
+        ("h100", 256, 65_537, 0),  # three passes: two buffers
+        ("h100", 256, 256, 0),  # one pass moves no item
+        ("h100", 64, 2**31 - 1, 2 * 64 * 128 * 8),  # 17 bits of a code and 24 of a slot: 8 bytes
+        ("a100", 256, 65_536, 131_072),
+        ("rtx4090", 256, 65_536, 0),  # more than it has
+        ("rtxpro6000", 128, 65_536, 65_536),
+    ],
+)
+def test_the_sort_keeps_its_items_in_shared_memory_where_they_fit(
+    device: str, chunk: int, slots: int, shared_memory: int
+) -> None:
+    shape = WriteReadShape(2, 1024, chunk, 64, 64, 1024, slots, training=False)
+    plan = plan_forward(shape, preset(device))
+    sort = launch(plan, "phase1_sort")
+    assert sort.shared_memory == shared_memory
+    scratch = sum(buffer.bytes for buffer in plan.buffers if buffer.name == "sort_scratch")
+    passes = -(-(slots - 1).bit_length() // 8)
+    item = {"unsigned": 4, "unsigned long long": 8}[dict(sort.kernel.defines)["ITEM"]]
+    held = min(passes - 1, 2) * chunk * 128 * item
+    assert scratch == (0 if shared_memory else sort.grid[0] * held)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "lanes", "threads"), [(64, 128, "512"), (128, 64, "512"), (128, 65, "1024"), (256, 256, "1024")]
+)
+def test_a_long_sort_takes_more_threads(chunk: int, lanes: int, threads: str) -> None:
+    shape = WriteReadShape(2, 1024, chunk, lanes, lanes, 1024, 4096, training=False)
+    assert defines(shape, "phase1_sort")["THREADS"] == threads
+
+
+@pytest.mark.parametrize(
+    ("slots", "item"),
+    [(256, "unsigned"), (2**16, "unsigned"), (2**21, "unsigned"), (2**21 + 1, "unsigned long long")],
+)
+def test_an_item_holds_its_code_and_what_the_first_pass_leaves_of_its_slot(slots: int, item: str) -> None:
+    """17 bits of a code leave 15: two digits of 7 of a 21-bit slot, but not two of 8."""
+    passes, bits = sort_passes(slots)
+    assert (item == "unsigned") == (17 + (passes - 1) * bits <= 32)
+    assert defines(dataclasses.replace(SMALL, slots=slots), "phase1_sort")["ITEM"] == item
 
 
 @pytest.mark.parametrize("device", PRESETS)
 @pytest.mark.parametrize("dtype", BANK_DTYPES)
 def test_a_call_that_saves_nothing_fits_every_gpu(device: str, dtype: str) -> None:
-    """Making the plan checks every launch against the device's limits."""
     for C, D, lanes in product((1, 64, 200, 256), (1, 100, 1024, 16384), (1, 256)):
         shape = WriteReadShape(2, 1000, C, lanes, lanes, D, 65536, bank_dtype=dtype, training=False)
         for one in plan_forward(shape, preset(device)).kernels():
             resources = one.resources(preset(device))
-            assert one.shared_memory + resources.static_shared <= 101_376  # the least of all presets
+            need = one.shared_memory + resources.static_shared
+            assert need <= preset(device).shared_memory_per_block
+            assert one.occupancy(preset(device)).blocks
 
 
 @pytest.mark.parametrize("device", PRESETS)
@@ -285,6 +343,8 @@ def wide_grid() -> list[WriteReadShape]:
         base = WriteReadShape(1, 300, 16, 8, 8, D, 64, bank_dtype=dtype, alignment=alignment)
         shapes += [dataclasses.replace(base, snapshot=snapshot) for snapshot in SNAPSHOTS]
         shapes += [dataclasses.replace(base, training=False, index_dtype=index) for index in INDEX_DTYPES]
+    for index, C, slots in product(INDEX_DTYPES, (16, 180), (64, 2**30)):
+        shapes.append(WriteReadShape(1, 300, C, 64, 64, 64, slots, index_dtype=index))
     for dtype, training, streams, C in product(BANK_DTYPES, (False, True), (1, 200), (16, 128)):
         shapes.append(WriteReadShape(streams, 300, C, 8, 8, 64, 64, bank_dtype=dtype, training=training))
     return shapes
@@ -316,7 +376,7 @@ def test_the_table_of_sm_86_lists_what_that_of_sm_80_does() -> None:
 def test_what_a_call_without_gradients_needs_stops_growing_with_its_tokens() -> None:
     for shape in (FLAGSHIP, WRITE_READ_CASES["batch"], WRITE_READ_CASES["many_streams"]):
         for device in PRESETS.values():
-            sizes = []
+            sizes: list[int] = []
             for tokens in (2**12, 2**16, 2**17, 2**18, 2**22):
                 plan = plan_forward(dataclasses.replace(shape, tokens=tokens, training=False), device)
                 assert not any(buffer.kept for buffer in plan.buffers)

@@ -202,12 +202,14 @@ def test_forward_grids_cover_every_chunk_token_slot_and_column(case: str, device
     launches = {launch.name: launch for launch in plan.kernels()}
     defines = {name: dict(launch.kernel.defines) for name, launch in launches.items()}
     chunks = plan.slab_steps * shape.streams
-    assert launches["phase1_sort"].grid == (min(chunks, 4 * preset(device).sm_count), 1, 1)
+    a_block_an_sm = shape.chunk * (shape.writes + shape.reads) > 16_384
+    most = preset(device).sm_count * (1 if a_block_an_sm else 4)
+    assert launches["phase1_sort"].grid == (min(chunks, most), 1, 1)
     assert launches["phase1_scan"].grid == (chunks, 1, 1)
     assert launches["phase1_gram"].grid[::2] == (chunks, 2)
     assert launches["solve"].grid[::2] == (chunks, 1)
-    for name in ("phase1_gram", "solve"):
-        assert covers(launches[name].grid[1], 64, shape.chunk)
+    assert covers(launches["phase1_gram"].grid[1], 8, shape.chunk)
+    assert covers(launches["solve"].grid[1], 64, shape.chunk)
 
     gather = launches["gather"]
     assert gather.grid[:2] == (shape.chunk, shape.streams)
@@ -218,7 +220,7 @@ def test_forward_grids_cover_every_chunk_token_slot_and_column(case: str, device
     dual_matmul, columns = launches["dual_matmul"], int(defines["dual_matmul"]["COLUMNS"])
     assert dual_matmul.grid[::2] == (shape.streams, 1)
     assert covers(dual_matmul.grid[1], columns, shape.head_dim)
-    assert dual_matmul.block == (32 * columns // 4, 1, 1)
+    assert dual_matmul.block == (32 * columns // 4, 1, 1)  # pairs of 64 rows
 
     decay_write = launches["decay_write"]
     slice_columns = 32 * int(defines["decay_write"]["VECTOR"]) * int(defines["decay_write"]["LOADS"])

@@ -79,16 +79,16 @@ def test_without_pdl_changes_the_flags_alone() -> None:
 
 def test_a_plan_is_checked_against_its_device() -> None:
     plan = plan_forward(SHAPE, preset("h100"))
-    gather, scan, gwr = plan.step[0], plan.prologue[1], plan_backward(SHAPE, preset("h100")).step[0]
+    gather, (gwr, du_update, *_) = plan.step[0], plan_backward(SHAPE, preset("h100")).step
     assert isinstance(gather, Launch)
     with pytest.raises(ValueError, match="gwr uses PDL, which A100 80GB SXM lacks"):
         dataclasses.replace(plan, device=preset("a100"), prologue=(), first_step=(gwr,), step=())
     big = dataclasses.replace(gather, shared_memory=200_000)
-    wide = dataclasses.replace(scan, block=(1024, 1, 1))
+    wide = dataclasses.replace(du_update, block=(1024, 1, 1))
     clustered = dataclasses.replace(gather, cluster=(2, 1, 1))
     with pytest.raises(ValueError, match="gather needs 200000 bytes of shared memory, RTX 4090 has 101376"):
         dataclasses.replace(plan, device=preset("rtx4090"), first_step=(big,), step=())
-    with pytest.raises(ValueError, match="no block of phase1_scan fits an SM"):
+    with pytest.raises(ValueError, match="no block of du_update fits an SM"):
         dataclasses.replace(plan, first_step=(wide,), step=())
     with pytest.raises(ValueError, match="gather uses clusters, which RTX 4090 lacks"):
         dataclasses.replace(plan, device=preset("rtx4090"), first_step=(clustered,), step=())

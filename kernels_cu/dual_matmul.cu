@@ -18,24 +18,28 @@
 #define TILE 64
 #define GROUPS (COLUMNS / 4)
 #define THREADS (TILE / 2 * GROUPS)
+#define BATCH 8
 
-// Copies the tile at (row, column) of a [C, C] matrix to rows of side + 4 floats; beyond the matrix 0.
+// Starts copying the tile at (row, column) of a [C, C] matrix to rows of side + 4 floats; beyond the matrix 0. Visible
+// after a wait and a barrier.
 static __device__ __forceinline__ void load_tile(float* tile, const float* matrix, int row, int column, int side,
                                                  int C) {
     const int quarters = side / 4;
     for (int cell = threadIdx.x; cell < side * quarters; cell += THREADS) {
         const int r = cell / quarters, c = cell % quarters * 4;
-        float4 four = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         const float* const from = matrix + static_cast<long long>(row + r) * C + column + c;
-        if (row + r < C && C % 4 == 0) {
-            if (column + c < C) four = *reinterpret_cast<const float4*>(from);
-        } else if (row + r < C) {
-            if (column + c < C) four.x = from[0];
-            if (column + c + 1 < C) four.y = from[1];
-            if (column + c + 2 < C) four.z = from[2];
-            if (column + c + 3 < C) four.w = from[3];
+        float* const to = tile + r * (side + 4) + c;
+        if (row + r < C && C % 4 == 0 && column + c < C) {
+            ptx::copy_async_16(to, from);
+        } else {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                if (row + r < C && column + c + i < C)
+                    ptx::copy_async_4(to + i, from + i);
+                else
+                    to[i] = 0.0f;
+            }
         }
-        *reinterpret_cast<float4*>(tile + r * (side + 4) + c) = four;
     }
 }
 
@@ -101,11 +105,23 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #if SAVE
     load_tile(tile_a, a, 0, 0, side, C);
 #endif
+    ptx::copy_commit();
+    // A batch of loads before the first store: the compiler may not move one across the other.
     float* const u_cells = reinterpret_cast<float*>(u);
-    for (int cell = threadIdx.x; cell < C * COLUMNS; cell += THREADS) {
-        const int i = cell / COLUMNS, column = slice + cell % COLUMNS;
-        u_cells[cell] = column < D ? strength[i] * residual[(rows + i) * D + column] : 0.0f;
+    for (int base = threadIdx.x; base < C * COLUMNS; base += BATCH * THREADS) {
+        float value[BATCH];
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+            const int cell = base + b * THREADS, column = slice + cell % COLUMNS;
+            value[b] = 0.0f;
+            if (cell < C * COLUMNS && column < D)
+                value[b] = strength[cell / COLUMNS] * residual[(rows + cell / COLUMNS) * D + column];
+        }
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b)
+            if (base + b * THREADS < C * COLUMNS) u_cells[base + b * THREADS] = value[b];
     }
+    ptx::copy_wait<0>();
     __syncthreads();
 
     for (int first = 0; first < C; first += TILE) {
@@ -116,6 +132,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 __syncthreads();
                 load_tile(tile_x, x, first, begin, side, C);
                 load_tile(tile_qx, qx, first, begin, side, C);
+                ptx::copy_commit();
+                ptx::copy_wait<0>();
                 __syncthreads();
             }
             const bool diagonal = begin == first;
@@ -123,6 +141,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 add_rows<2>(sum, tiles, u + begin * GROUPS + group, row, diagonal ? row & ~3 : TILE, diagonal, 1, side,
                             C - begin);
         }
+        const int column = slice + group * 4;
+        float seen[2][4] = {};
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+#pragma unroll
+            for (int c = 0; c < 4; ++c)
+                if (first + row + r < chunk.tokens && column + c < D)
+                    seen[r][c] = inter[(rows + first + row + r) * D + column + c];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int i = first + row + r;
@@ -132,13 +158,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #endif
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
-                const int column = slice + group * 4 + c;
-                if (column >= D) break;
-                const long long at = (rows + i) * D + column;
-                delta[at] = component(sum[0][r], c);
+                if (column + c >= D) break;
+                delta[(rows + i) * D + column + c] = component(sum[0][r], c);
                 if (i < chunk.rows) {
-                    const float y = i < chunk.tokens ? component(sum[1][r], c) + inter[at] : 0.0f;
-                    readings[(chunk.first_row + i) * D + column] = from_float<BANK>(y);
+                    const float y = i < chunk.tokens ? component(sum[1][r], c) + seen[r][c] : 0.0f;
+                    readings[(chunk.first_row + i) * D + column + c] = from_float<BANK>(y);
                 }
             }
         }
@@ -153,6 +177,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             if (first > 0) {
                 __syncthreads();
                 load_tile(tile_a, a, first, begin, side, C);
+                ptx::copy_commit();
+                ptx::copy_wait<0>();
                 __syncthreads();
             }
             const bool diagonal = begin == first;
@@ -160,16 +186,22 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 add_rows<1>(sum, tiles, change + begin * GROUPS + group, row, diagonal ? row & ~3 : TILE, diagonal, 0,
                             side, C - begin);
         }
+        const int column = slice + group * 4;
+        float was[2][4] = {};
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+#pragma unroll
+            for (int c = 0; c < 4; ++c)
+                if (first + row + r < C && column + c < D) was[r][c] = residual[(rows + first + row + r) * D + column + c];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int i = first + row + r;
             if (i >= C) break;
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
-                const int column = slice + group * 4 + c;
-                if (column >= D) break;
-                err[((static_cast<long long>(step) * P + p) * C + i) * D + column] =
-                    residual[(rows + i) * D + column] - component(sum[0][r], c);
+                if (column + c >= D) break;
+                err[((static_cast<long long>(step) * P + p) * C + i) * D + column + c] =
+                    was[r][c] - component(sum[0][r], c);
             }
         }
     }

@@ -18,7 +18,8 @@
 //         their token or an earlier one, and partner_at [chunks, C, W + R], where (-1: it meets none). places [chunks,
 //         C W] and totals [chunks, min(C W, S)] are scratch. Adds to repeats[0] the K entries that repeat a slot of
 //         their token.
-// Shared  static: warp sums.
+// Shared  static: warp sums. Dynamic, with `staged`: the weights of the chunk, C (W + R) floats, on their way from
+//         sorted to input order: scattered words of many chunks would each cost a memory sector.
 #include "chunk.cuh"
 #include "entries.cuh"
 
@@ -54,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 float* log_q, float* rex, float* cpe, float* k_eff, float* q_w, unsigned char* flags, float* strength,
                 WriteEntry* write_entries, WriteTerm* write_terms, Partners* partners, int* partner_at,
                 SlotRecord* slots, int* slot_count, int2* places, LogDecay* totals, unsigned long long* repeats,
-                int slab_step, int P, int T, int C, int W, int R, int S, int gates, int shared_bank, int wide) {
+                int slab_step, int P, int T, int C, int W, int R, int S, int gates, int shared_bank, int wide, int staged) {
     __shared__ Run run_sums[WARPS];
     __shared__ int write_sums[WARPS], slot_sums[WARPS];
     const long long n = blockIdx.x;
@@ -70,6 +71,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     partners += n * entries;
     partner_at += n * entries;
 
+    float* const k_out = staged ? ptx::dynamic_shared<float>() : k_eff + k_base;
+    float* const q_out = staged ? k_out + C * W : q_w + q_base;
+    for (int i = threadIdx.x; i < entries; i += THREADS) partner_at[i] = -1;
     for (int i = threadIdx.x; i < C; i += THREADS)
         strength[n * C + i] = i < chunk.tokens ? ptx::load_readonly(beta + chunk.first_row + i) : 0.0f;
 
@@ -121,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const float weight = valid ? value * exp_of(l) : 0.0f;
         if (at < entries) {
             const long long out = query ? q_base + token * R + lane : k_base + token * W + lane;
-            (query ? q_w : k_eff)[out] = weight;
+            (query ? q_out + token * R : k_out + token * W)[lane] = weight;
             if (query && log_q != nullptr) log_q[out] = valid ? log_of(l) : 0.0f;
             if (!query) {
                 if (log_k != nullptr) log_k[out] = valid ? log_of(l) : 0.0f;
@@ -131,8 +135,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             }
             const bool meets = valid && run.writes > (write ? 1 : 0);
             const int first = k + (write ? 1 : 0) - run.writes;
-            if (meets) partners[at] = Partners::of(l, first, run.writes);
-            partner_at[token * (W + R) + (query ? W : 0) + lane] = meets ? at : -1;
+            if (meets) {
+                partners[at] = Partners::of(l, first, run.writes);
+                partner_at[token * (W + R) + (query ? W : 0) + lane] = at;
+            }
             if (write) {
                 write_entries[k_base + k] = WriteEntry::of(l, value, token);
                 places[k_base + k] = make_int2(token | lane << TOKEN_SHIFT, slot);
@@ -151,6 +157,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
 
     if (threadIdx.x == 0) slot_count[n] = slots_before;
+    if (staged) {
+        for (int i = threadIdx.x; i < C * W; i += THREADS) k_eff[k_base + i] = k_out[i];
+        for (int i = threadIdx.x; i < C * R; i += THREADS) q_w[q_base + i] = q_out[i];
+    }
     for (int k = threadIdx.x; k < writes_before; k += THREADS) {
         const int2 place = places[k_base + k];
         const WriteEntry entry = write_entries[k_base + k];

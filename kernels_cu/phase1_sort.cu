@@ -18,8 +18,8 @@
 #define WARPS (THREADS / 32)
 #define DIGITS 256
 #define ABSENT DIGITS  // the digit of an entry that is not valid
-#define COUNTERS ((DIGITS + 1) * WARPS)
-#define COUNTERS_A_THREAD ((COUNTERS + THREADS - 1) / THREADS)
+#define STRIDE (DIGITS + 1)
+#define COUNTERS (STRIDE * WARPS)
 #define CODE_BITS 17  // of an item: lane, token, kind; above them what the first pass leaves of the slot
 #define CODE_MASK ((1u << CODE_BITS) - 1)
 #define ALL 0xffffffffu
@@ -56,14 +56,14 @@ struct Walk {
     }
 };
 
-// Exclusive sums of counters[0 .. COUNTERS) in place.
-static __device__ __forceinline__ void scan_counters(int* counters, int* warp_sums) {
-    const int first = threadIdx.x * COUNTERS_A_THREAD;
-    int sum = 0;
-    for (int i = 0; i < COUNTERS_A_THREAD; ++i)
-        if (first + i < COUNTERS) sum += counters[first + i];
-    int inclusive = sum;
+// Turns the counts of [warp][digit] into first places, in the order digit, then warp. Returns the places before ABSENT.
+static __device__ __forceinline__ int scan_counters(int* counters, int* warp_sums) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int digit = threadIdx.x;  // one a thread; ABSENT comes after all others
+    int sum = 0;
+    if (digit < DIGITS)
+        for (int w = 0; w < WARPS; ++w) sum += counters[w * STRIDE + digit];
+    int inclusive = sum;
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
         const int left = __shfl_up_sync(ALL, inclusive, distance);
@@ -71,24 +71,30 @@ static __device__ __forceinline__ void scan_counters(int* counters, int* warp_su
     }
     if (lane == 31) warp_sums[warp] = inclusive;
     __syncthreads();
-    int running = inclusive - sum;
-    for (int w = 0; w < warp; ++w) running += warp_sums[w];
-    for (int i = 0; i < COUNTERS_A_THREAD; ++i)
-        if (first + i < COUNTERS) {
-            const int count = counters[first + i];
-            counters[first + i] = running;
+    int valid = 0, running = inclusive - sum;
+    for (int w = 0; w < DIGITS / 32; ++w) {
+        if (w < warp) running += warp_sums[w];
+        valid += warp_sums[w];
+    }
+    if (digit == ABSENT) running = valid;
+    if (digit <= ABSENT)
+        for (int w = 0; w < WARPS; ++w) {
+            const int count = counters[w * STRIDE + digit];
+            counters[w * STRIDE + digit] = running;
             running += count;
         }
     __syncthreads();
+    return valid;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1536 / THREADS)
     phase1_sort(const INDEX* k_idx, const INDEX* q_idx, const void* lengths, const void* cu_seqlens, ITEM* sort_scratch,
                 int* payload, int slab_step, int slab_chunks, int P, int T, int C, int W, int R, int S, int shared_bank,
                 int wide, int digit_bits, int passes) {
-    __shared__ int counters[COUNTERS];  // [digit][warp]
+    __shared__ int counters[COUNTERS];  // [warp][digit]
     __shared__ int warp_sums[WARPS];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    int* const mine = counters + warp * STRIDE;
     const int lanes = W + R, entries = C * lanes;
     const int row = payload_row(C, W, R);
     const int buffers = min(passes - 1, 2);
@@ -124,12 +130,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 } else {
                     digit = static_cast<unsigned>(from[e] >> shift) & digit_mask;
                 }
-                atomicAdd(counters + digit * WARPS + warp, 1);
+                atomicAdd(mine + digit, 1);
             }
             __syncthreads();
-            scan_counters(counters, warp_sums);
-            const int valid = counters[ABSENT * WARPS];
-            __syncthreads();
+            const int valid = scan_counters(counters, warp_sums);
 
             // Lanes of one digit take consecutive places in lane order: the sort is stable.
             Walk placed(begin + lane, lanes);
@@ -154,10 +158,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 const unsigned peers = __match_any_sync(ALL, digit);
                 const int rank = __popc(peers & ((1u << lane) - 1));
                 int place = 0;
-                if (e < end) place = counters[digit * WARPS + warp] + rank;
+                if (e < end) place = mine[digit] + rank;
                 __syncwarp();
                 if (e < end) {
-                    if (rank == 0) counters[digit * WARPS + warp] += __popc(peers);
+                    if (rank == 0) mine[digit] += __popc(peers);
                     if (pass + 1 < passes)
                         to[place] = item;
                     else

@@ -45,13 +45,17 @@ class BoundPlan:
             raise ValueError(f"{plan.name}: a plan with library calls is a reference to read, not to run")
         self.plan = plan
         self._context = driver.primary_context(gpu.index)
-        self._missing = {argument.name for launch in kernels for argument in launch.arguments}
-        self._missing -= {STEP, SLAB_STEP}
+        self._names = {a.name for launch in kernels for a in launch.arguments} - {STEP, SLAB_STEP}
+        self._missing = set(self._names)
         prepared = {
             launch: prepare(launch, gpu, stream, left=len(kernels) - 1 - at)
             for at, launch in enumerate(kernels)
         }
-        self._prepared = tuple(prepared.values())
+        # Each launch with the arguments that callers give it.
+        self._takers = tuple(
+            (ready, {argument.name for argument in launch.arguments} & self._names)
+            for launch, ready in prepared.items()
+        )
         # Each launch with the slots of the arguments that change and their values.
         self._sequence: list[tuple[PreparedLaunch, tuple[tuple[int, int], ...]]] = []
         for step, call in plan.launches():
@@ -74,16 +78,12 @@ class BoundPlan:
         KeyError
             For a name that no launch has, and for the step, which the loop writes.
         """
-        for name in values:
-            if name in (STEP, SLAB_STEP) or not any(self._has(launch, name) for launch in self._prepared):
-                raise KeyError(f"{self.plan.name}: no launch takes an argument {name!r} from the caller")
-        for launch in self._prepared:
-            launch.set({name: value for name, value in values.items() if self._has(launch, name)})
-        self._missing.difference_update(values)
-
-    @staticmethod
-    def _has(launch: PreparedLaunch, name: str) -> bool:
-        return any(argument.name == name for argument in launch.launch_description.arguments)
+        if unknown := values.keys() - self._names:
+            name = sorted(unknown)[0]
+            raise KeyError(f"{self.plan.name}: no launch takes an argument {name!r} from the caller")
+        for launch, names in self._takers:
+            launch.set({name: values[name] for name in names & values.keys()})
+        self._missing -= values.keys()
 
     def _require_arguments(self) -> None:
         if self._missing:

@@ -6,7 +6,7 @@ from sdm_rt.errors import UnsupportedConfigurationError
 from sdm_rt.plan.buffer import Buffer, total_bytes
 from sdm_rt.plan.device import DeviceModel, require_supported
 from sdm_rt.plan.launch import MAX_GRID, Argument, Dim3, Launch, pdl_defines, pointers
-from sdm_rt.plan.phase1 import capacity, plan_phase1, slab_steps, sort_passes
+from sdm_rt.plan.phase1 import capacity, plan_phase1, slab_steps, sort_passes, staged_weights
 from sdm_rt.plan.shapes import WriteReadShape, dtype_bytes, kernel_index, kernel_type
 from sdm_rt.plan.shared_memory import require_backward_fits, snapshot_rows
 from sdm_rt.plan.step_plan import StepPlan
@@ -301,11 +301,11 @@ def plan_forward(shape: WriteReadShape, device: DeviceModel) -> StepPlan:
 
 
 def forward_constants(plan: StepPlan) -> dict[str, int]:
-    """Return the numbers among the arguments of a forward plan that its shapes fix, by name."""
+    """Return the numbers among the arguments of a forward's or Phase 1's plan that its shapes fix, by name."""
     shape = plan.shape
     assert isinstance(shape, WriteReadShape)
     passes, digit_bits = sort_passes(shape.slots)
-    return {
+    numbers = {
         "P": shape.streams,
         "T": shape.tokens,
         "C": shape.chunk,
@@ -317,4 +317,7 @@ def forward_constants(plan: StepPlan) -> dict[str, int]:
         "slab_chunks": plan.slab_steps * shape.streams,
         "passes": passes,
         "digit_bits": digit_bits,
+        "staged": int(staged_weights(shape)),
     }
+    taken = {argument.name for launch in plan.kernels() for argument in launch.arguments}
+    return {name: number for name, number in numbers.items() if name in taken}

@@ -16,7 +16,16 @@ from sdm_rt.plan.shapes import WriteReadShape, dtype_bytes, kernel_index, kernel
 from sdm_rt.plan.tiling import ceil_div
 from sdm_rt.runtime.kernel import KernelSpec
 
-__all__ = ["Phase1", "capacity", "phase1_kernels", "plan_phase1", "plan_solve", "slab_steps", "sort_passes"]
+__all__ = [
+    "Phase1",
+    "capacity",
+    "phase1_kernels",
+    "plan_phase1",
+    "plan_solve",
+    "slab_steps",
+    "sort_passes",
+    "staged_weights",
+]
 
 SORT_THREADS = (512, 1024)  # the wider from SORT_WIDE entries a chunk on
 SORT_WIDE = 16384
@@ -25,6 +34,7 @@ SORT_CODE_BITS = 17  # of an item: what is left of its 32 bits holds the upper b
 SORT_SHARED = 131_072  # most shared memory for the items of a chunk
 SORT_BLOCKS_PER_SM = {512: 4, 1024: 1}
 SCAN_THREADS = 256
+SCAN_STAGED = 65_536  # most shared memory for the weights of a chunk
 GRAM_ROWS = 8  # of A or QK a block, one a warp
 SOLVE_TILE = 16  # rows of X at a time
 SOLVE_PANEL = 64  # columns of X a block
@@ -104,14 +114,8 @@ def _buffers(shape: WriteReadShape, chunks: int) -> tuple[Buffer, ...]:
     C, W, R, slots = shape.chunk, shape.writes, shape.reads, capacity(shape)
     lanes = C * (W + R)
     kept = shape.training
-    saved = (
-        Buffer("log_k", "float32", (chunks, C, W), kept=True),
-        Buffer("log_q", "float32", (chunks, C, R), kept=True),
-        Buffer("rex", "float32", (chunks, C, W), kept=True),
-    )
     return (
         Buffer("payload", "int32", (chunks, ceil_div(lanes, 16) * 16), kept),
-        *(saved if kept else ()),
         Buffer("k_eff", "float32", (chunks, C, W), kept),
         Buffer("q_w", "float32", (chunks, C, R), kept),
         Buffer("strength", "float32", (chunks, C), kept),
@@ -175,6 +179,11 @@ def _sort(shape: WriteReadShape, chunks: int, device: DeviceModel) -> tuple[Laun
     return launch, () if shared else (Buffer("sort_scratch", "uint8", (blocks, held)),)
 
 
+def staged_weights(shape: WriteReadShape) -> bool:
+    """Return whether the scan stages a chunk's weights in shared memory; larger chunks are few at a time."""
+    return 4 * shape.chunk * (shape.writes + shape.reads) <= SCAN_STAGED
+
+
 def _scan(shape: WriteReadShape, chunks: int) -> Launch:
     C, W, R = shape.chunk, shape.writes, shape.reads
     inputs = ("payload", "k_idx", "q_idx", "k_val", "q_val", "g", "beta", "lengths", "cu_seqlens")
@@ -194,12 +203,13 @@ def _scan(shape: WriteReadShape, chunks: int) -> Launch:
         arguments=(
             *pointers(*inputs, *logs, *results),
             _SLAB,
-            *_int32("P", "T", "C", "W", "R", "S", "gates", "shared_bank", "wide"),
+            *_int32("P", "T", "C", "W", "R", "S", "gates", "shared_bank", "wide", "staged"),
         ),
         reads=(*inputs, "slots", "places", "totals", "write_entries"),
         writes=(*logs, *results),
         bytes_moved=moved,
         floor_bytes=moved,
+        shared_memory=4 * C * (W + R) if staged_weights(shape) else 0,
         note="exact fixed-point sums, one chunk a block",
     )
 

@@ -173,7 +173,7 @@ def test_bad_input_changes_nothing_and_the_next_call_works() -> None:
     before = inputs["memory"].clone()
     with pytest.raises(ValueError, match="v: expected shape"):
         sdm_decode_step(**{**inputs, "v": inputs["v"][:, 1:]})
-    with pytest.raises(ValueError, match="beta: expected a tensor on the device of memory"):
+    with pytest.raises(ValueError, match="beta: expected the device of memory, cuda:0, got cpu"):
         sdm_decode_step(**{**inputs, "beta": inputs["beta"].cpu()})
     with pytest.raises(TypeError, match="float64"):
         sdm_decode_step(**{**inputs, "memory": before.double()})

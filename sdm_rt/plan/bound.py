@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from sdm_rt.plan.launch import Launch
 from sdm_rt.plan.step_plan import StepPlan
@@ -104,6 +104,20 @@ class BoundPlan:
             for slot, value in values:
                 launch.arguments[slot] = value
             launch.run(stream)
+
+    def launches_at(self, step: int) -> Iterator[PreparedLaunch]:
+        """Yield each kernel once, with the arguments of the loop's step ``step`` and of its slab.
+
+        Raises
+        ------
+        ValueError
+            Where an argument was never set.
+        """
+        self._require_arguments()
+        now = {STEP: step, SLAB_STEP: self.plan.slab_step(step)}
+        for launch, _ in self._takers:
+            launch.set({a.name: now[a.name] for a in launch.launch_description.arguments if a.name in now})
+            yield launch
 
     def capture(self, keep: object) -> graph.CapturedLaunches:
         """Capture the whole sequence, with the arguments as they are set, into a CUDA graph.

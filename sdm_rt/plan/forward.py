@@ -301,7 +301,7 @@ def plan_forward(shape: WriteReadShape, device: DeviceModel) -> StepPlan:
 
 
 def forward_constants(plan: StepPlan) -> dict[str, int]:
-    """Return the numbers among the arguments of a forward's or Phase 1's plan that its shapes fix, by name."""
+    """Return the numbers among the arguments of a plan of the forward or of Phase 1, fixed by its shapes."""
     shape = plan.shape
     assert isinstance(shape, WriteReadShape)
     passes, digit_bits = sort_passes(shape.slots)

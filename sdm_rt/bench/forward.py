@@ -1,0 +1,133 @@
+"""The forward on this GPU: calls without gradients, a training forward's launches, each kernel by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sdm_rt.bench.cases import CASES, Case, Inputs, make_inputs
+from sdm_rt.bench.timing import measure, peak_bytes
+from sdm_rt.ops.counters import device_repeats
+from sdm_rt.ops.decode_launch import device_model
+from sdm_rt.ops.write_read import sdm_write_read
+from sdm_rt.ops.write_read_launch import allocate, pointers_of
+from sdm_rt.plan.bound import BoundPlan
+from sdm_rt.plan.forward import forward_constants, plan_forward
+from sdm_rt.plan.shapes import WriteReadShape
+from sdm_rt.plan.step_plan import StepPlan
+from sdm_rt.runtime import device
+from sdm_rt.runtime.interop import current_stream
+
+__all__ = ["bench_forward"]
+
+REPEATS = 5
+KERNEL_RUNS = 20
+TOKENS = ("k_idx", "k_val", "v", "beta", "g", "q_idx", "q_val")
+
+
+def no_grad_call(case: Case, inputs: Inputs) -> Tensor:
+    """Run the op without gradients."""
+    with torch.no_grad():
+        return sdm_write_read(
+            inputs.memory,
+            *inputs.tokens(),
+            chunk_size=case.chunk,
+            num_memory_slots=case.slots,
+            num_parallel=case.streams,
+        )
+
+
+def training_plan(case: Case) -> StepPlan:
+    """Plan the forward of a call that a backward will follow."""
+    shape = WriteReadShape(
+        streams=case.streams,
+        tokens=case.tokens,
+        chunk=case.chunk,
+        writes=case.lanes,
+        reads=case.lanes,
+        head_dim=case.head_dim,
+        slots=case.slots,
+        bank_dtype=str(case.dtype).removeprefix("torch."),
+        snapshot=case.snapshot,
+    )
+    return plan_forward(shape, device_model(torch.cuda.current_device()))
+
+
+def bind(plan: StepPlan, case: Case, inputs: Inputs) -> tuple[BoundPlan, dict[str, Tensor]]:
+    """Bind a forward plan to the inputs; return also what it addresses."""
+    index = torch.cuda.current_device()
+    bound = BoundPlan(plan, device.gpu(index), current_stream(index))
+    tensors = {
+        "memory": inputs.memory,
+        "readings": torch.empty_like(inputs.grad_readings),
+        "repeats": device_repeats(inputs.memory.device),
+        **dict(zip(TOKENS, inputs.tokens(), strict=True)),
+        **allocate(plan.buffers, inputs.memory.device),
+    }
+    numbers = {"row_stride": case.head_dim, "shared_bank": 0, "wide": 0}
+    bound.set({**forward_constants(plan), **pointers_of(plan, tensors), **numbers})
+    return bound, tensors
+
+
+def kernel_us(bound: BoundPlan) -> dict[str, float]:
+    """Return the mean time of each kernel launched alone, again and again: at one step, its rows in L2."""
+    stream = current_stream(torch.cuda.current_device())
+    times = {}
+    for launch in bound.launches_at(bound.plan.steps // 2):
+        launch.run(stream)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        for _ in range(KERNEL_RUNS):
+            launch.run(stream)
+        end.record()
+        end.synchronize()
+        times[launch.launch_description.name] = round(1e3 * start.elapsed_time(end) / KERNEL_RUNS, 2)
+    return times
+
+
+def bench_forward(names: Sequence[str], kernels: bool) -> dict[str, Any]:
+    """Measure the named cases, print a table and return the figures.
+
+    Parameters
+    ----------
+    names : sequence of str
+        Keys of ``CASES``.
+    kernels : bool
+        Whether each kernel is timed too.
+    """
+    figures: dict[str, Any] = {}
+    stream = current_stream(torch.cuda.current_device())
+    print("case             no-grad ms (host)   peak GiB   training forward ms (host)   floor ms")
+    for name in names:
+        case = CASES[name]
+        inputs = make_inputs(case, torch.device("cuda"))
+        no_grad, host = measure(partial(no_grad_call, case, inputs), REPEATS)
+        peak = peak_bytes(partial(no_grad_call, case, inputs))
+        plan = training_plan(case)
+        bound, tensors = bind(plan, case, inputs)
+        training, training_host = measure(partial(bound.run, stream), REPEATS)
+        floor = round(plan.device.floor_us(plan.total("floor_bytes")) / 1e3, 3)
+        row: dict[str, Any] = {
+            "no_grad_ms": no_grad,
+            "no_grad_host_ms": host,
+            "no_grad_peak_gib": round(peak / 2**30, 3),
+            "training_forward_ms": training,
+            "training_forward_host_ms": training_host,
+            "training_forward_floor_ms": floor,
+        }
+        print(
+            f"{name:15} {no_grad:9.3f} ({host:7.3f}) {row['no_grad_peak_gib']:10.3f} "
+            f"{training:16.3f} ({training_host:7.3f}) {floor:13.3f}",
+            flush=True,
+        )
+        if kernels:
+            row["kernels_us"] = kernel_us(bound)
+            print("  us: " + "  ".join(f"{kernel} {time}" for kernel, time in row["kernels_us"].items()))
+        figures[name] = row
+        del inputs, bound, tensors
+        torch.cuda.empty_cache()
+    return {"forward": figures}

@@ -147,7 +147,7 @@ def _dual_matmul(shape: WriteReadShape, triggers: bool, device: DeviceModel) -> 
         writes=("delta", "readings", "err"),
         bytes_moved=moved,
         floor_bytes=0,
-        shared_memory=4 * ((1 + save) * C * columns + (2 + save) * side * (side + 4) - 4),
+        shared_memory=4 * (ceil_div(C, 4) * 4 + (1 + save) * C * columns + (2 + save) * side * (side + 4) - 4),
         triggers=triggers,
         note=f"{columns} columns of a chunk a block, IEEE float32",
     )

@@ -170,7 +170,7 @@ def test_checks_read_indices_where_asked() -> None:
     bad[0][1, 3, 2] = 7  # a row of stream 0
     with (
         torch.no_grad(),
-        pytest.raises(ValueError, match="k_idx: expected bank rows in 4096..8191 for stream 1"),
+        pytest.raises(ValueError, match=r"k_idx: expected bank rows in 4096..8191 for stream 1"),
     ):
         sdm_write_read(
             memory, *bad, num_memory_slots=CASE.slots, num_parallel=CASE.streams, check_indices=True

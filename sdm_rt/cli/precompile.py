@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
+from math import isqrt
 from pathlib import Path
 
 from sdm_rt.errors import MissingDependencyError
 from sdm_rt.plan.decode import decode_kernel
 from sdm_rt.plan.device import PRESETS, DeviceModel
-from sdm_rt.plan.shapes import BANK_DTYPES, DecodeShape
+from sdm_rt.plan.forward import PRODUCT_COLUMNS, decay_write_kernel, dual_matmul_kernel, gather_kernel
+from sdm_rt.plan.phase1 import phase1_kernels
+from sdm_rt.plan.shapes import BANK_DTYPES, INDEX_DTYPES, DecodeShape, WriteReadShape, dtype_bytes
+from sdm_rt.plan.topk import TopkShape, topk_kernel
 from sdm_rt.runtime.kernel import KernelSpec
 from sdm_rt.runtime.precompile import precompile
 
@@ -31,8 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         required=True,
         type=_shape,
-        help="W=64,R=64,D=1024,dtype=bfloat16: slots a token writes and reads, head_dim, bank dtype; may be "
-        "repeated. Streams, lengths and slots of a stream need no kernel of their own.",
+        help="W=64,R=64,D=1024[,C=64][,S=65536][,dtype=bfloat16]: slots a token writes and reads, head_dim, "
+        "chunk size, slots of a stream, bank dtype; may be repeated. Streams and lengths need no kernel of "
+        "their own.",
     )
     parser.add_argument(
         "--output", type=Path, default=Path("sdm_rt_kernels"), help="folder to fill (default: sdm_rt_kernels)"
@@ -50,13 +57,15 @@ def _capability(target: str) -> tuple[int, int]:
     return number // 10, number % 10
 
 
-def _shape(text: str) -> DecodeShape:
+def _shape(text: str) -> WriteReadShape:
     words = dict(word.split("=", 1) for word in text.replace(" ", "").split(",") if "=" in word)
     dtype = words.pop("dtype", BANK_DTYPES[0])
-    if set(words) != {"W", "R", "D"} or not all(value.isdecimal() for value in words.values()):
-        raise argparse.ArgumentTypeError(f"expected W=..,R=..,D=..[,dtype=..], got {text!r}")
+    words = {"C": "64", "S": "65536"} | words
+    if set(words) != {"W", "R", "D", "C", "S"} or not all(value.isdecimal() for value in words.values()):
+        raise argparse.ArgumentTypeError(f"expected W=..,R=..,D=..[,C=..][,S=..][,dtype=..], got {text!r}")
+    W, R, D, C, S = (int(words[name]) for name in "WRDCS")
     try:
-        return DecodeShape(1, int(words["W"]), int(words["R"]), int(words["D"]), dtype)
+        return WriteReadShape(1, 1, C, W, R, D, S, bank_dtype=dtype)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -69,10 +78,29 @@ def _model(target: str) -> DeviceModel:
     return replace(nearest, compute_capability=capability)
 
 
-def _specs(shape: DecodeShape, target: str) -> list[KernelSpec]:
-    """Return the kernels that a shape needs on a target, for banks that are aligned and that are not."""
+def _specs(shape: WriteReadShape, target: str) -> Iterator[KernelSpec]:
+    """Yield the kernels of decode, forward and top-k that a shape needs on a target.
+
+    For banks that are aligned and that are not, indices of both widths, calls with and without gradients, few
+    streams and many; top-k for two factors of the square root of S, where it has one.
+    """
     pdl = _model(target).pdl
-    return [decode_kernel(replace(shape, aligned=aligned), pdl) for aligned in (True, False)]
+    for aligned in (True, False):
+        token = DecodeShape(1, shape.writes, shape.reads, shape.head_dim, shape.bank_dtype, aligned=aligned)
+        yield decode_kernel(token, pdl)
+    for index, alignment in product(INDEX_DTYPES, (16, dtype_bytes(shape.bank_dtype))):
+        wanted = replace(shape, index_dtype=index, alignment=alignment)
+        yield from phase1_kernels(wanted).values()
+        yield gather_kernel(wanted)
+        for training in (False, True):
+            call = replace(wanted, training=training)
+            yield decay_write_kernel(call, pdl)
+            for columns, triggers in product(PRODUCT_COLUMNS, sorted({False, pdl})):
+                yield dual_matmul_kernel(call, columns, triggers)
+    root = isqrt(shape.slots)
+    if root * root == shape.slots:
+        for selected in (shape.writes, shape.reads):
+            yield topk_kernel(TopkShape(1, (root, root), selected, shape.bank_dtype))
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -10,11 +10,13 @@ import pytest
 
 from sdm_rt.cli import doctor, machine, main
 from sdm_rt.plan.decode import decode_kernel
-from sdm_rt.plan.shapes import DecodeShape
+from sdm_rt.plan.device import preset
+from sdm_rt.plan.forward import plan_forward
+from sdm_rt.plan.shapes import DecodeShape, WriteReadShape
 from sdm_rt.runtime import cache, device, precompile
 from sdm_rt.runtime.sources import expand, find_kernels
 
-SHAPE = "W=4,R=4,D=8,dtype=float32"
+SHAPE = "W=4,R=4,D=8,S=100,dtype=float32"
 
 
 def test_precompile_makes_what_a_run_looks_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -30,7 +32,7 @@ def test_precompile_makes_what_a_run_looks_for(tmp_path: Path, capsys: pytest.Ca
         str(tmp_path / "out"),
     ]
     assert main(words) == 0
-    assert capsys.readouterr().out.count("compiled sm_") == 4
+    compiled = capsys.readouterr().out.count("compiled sm_")
     shape = DecodeShape(streams=7, writes=4, reads=4, head_dim=8, bank_dtype="float32")
     for target, pdl in (("sm_86", False), ("sm_90", True)):
         for aligned in (True, False):
@@ -39,10 +41,19 @@ def test_precompile_makes_what_a_run_looks_for(tmp_path: Path, capsys: pytest.Ca
     assert main(words) == 0
     out = capsys.readouterr().out
     assert "compiled" not in out
-    assert out.count("present") == 4
+    assert out.count("present") == compiled
     assert f"SDM_RT_PRECOMPILED={(tmp_path / 'out').resolve()}" in out
     entries = cache.entries(tmp_path / "out")
+    assert len(entries) == compiled
     assert {entry.target for entry in entries} == {"sm_86", "sm_90"}
+    forward = WriteReadShape(9, 77, 64, writes=4, reads=4, head_dim=8, slots=100, bank_dtype="float32")
+    for training in (False, True):
+        for model in (replace(preset("rtx4090"), compute_capability=(8, 6)), preset("h100")):
+            for launch in plan_forward(replace(forward, training=training), model).kernels():
+                source = expand(launch.kernel, find_kernels())
+                assert precompile.find(tmp_path / "out", source, model.arch) is not None, launch.kernel
+    files = {entry.file for entry in entries}
+    assert "topk.cu" in files
 
 
 @pytest.mark.parametrize(
@@ -50,8 +61,8 @@ def test_precompile_makes_what_a_run_looks_for(tmp_path: Path, capsys: pytest.Ca
     [
         (["--arch", "sm_75", "--shape", SHAPE], "expected a target from sm_80 on"),
         (["--arch", "90", "--shape", SHAPE], "expected a target from sm_80 on"),
-        (["--arch", "sm_90", "--shape", "W=4,R=4"], r"expected W=..,R=..,D=..[,dtype=..]"),
-        (["--arch", "sm_90", "--shape", "W=4,R=4,D=x"], r"expected W=..,R=..,D=..[,dtype=..]"),
+        (["--arch", "sm_90", "--shape", "W=4,R=4"], r"expected W=..,R=..,D=..[,C=..][,S=..][,dtype=..]"),
+        (["--arch", "sm_90", "--shape", "W=4,R=4,D=x"], r"expected W=..,R=..,D=..[,C=..][,S=..][,dtype=..]"),
         (["--arch", "sm_90", "--shape", "W=257,R=4,D=8"], "writes must be in 1..256"),
         (["--arch", "sm_90", "--shape", "W=4,R=4,D=8,dtype=float64"], "bank_dtype must be one of"),
         (["--arch", "sm_90"], "--shape"),

@@ -15,6 +15,8 @@ from sdm_rt.errors import MissingDependencyError
 __all__ = [
     "CLUSTER_DIMENSION",
     "CUDA_SUCCESS",
+    "INVALID_CONTEXT",
+    "INVALID_HANDLE",
     "PROGRAMMATIC_STREAM_SERIALIZATION",
     "KernelNodeParams",
     "LaunchAttribute",
@@ -30,6 +32,8 @@ __all__ = [
 ]
 
 CUDA_SUCCESS = 0
+INVALID_CONTEXT = 201  # CUresult
+INVALID_HANDLE = 400  # CUresult
 CLUSTER_DIMENSION = 4  # CUlaunchAttributeID
 PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
 STREAM_CAPTURE_NONE = 0  # CUstreamCaptureStatus

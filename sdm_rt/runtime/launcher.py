@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import struct
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -19,6 +18,9 @@ from sdm_rt.runtime.device import Gpu
 from sdm_rt.runtime.kernel import KernelSpec
 
 __all__ = ["Launchable", "PreparedLaunch", "prepare"]
+
+# What the driver answers where no context or another GPU's is current; it has launched nothing then.
+_WRONG_CONTEXT = frozenset({driver.INVALID_CONTEXT, driver.INVALID_HANDLE})
 
 # Every argument lies in a slot of 8 bytes, little-endian like every host that CUDA runs on.
 SLOT = 8
@@ -74,17 +76,6 @@ class Launchable(Protocol):
         """The kernel's parameters in order."""
 
 
-class _Thread(threading.local):
-    """The current context as the calling thread sees it."""
-
-    def __init__(self) -> None:
-        self.context = ctypes.c_void_p()
-        self.reference = ctypes.byref(self.context)
-
-
-_thread = _Thread()
-
-
 def attributes_of(launch: Launchable, pdl: bool) -> list[driver.LaunchAttribute]:
     """Return the launch attributes of a launch; ``pdl`` False leaves out programmatic serialization."""
     found = []
@@ -137,12 +128,13 @@ class PreparedLaunch:
             attributes=self._attributes,
             attribute_count=len(found),
         )
-        self._config_reference = ctypes.byref(self._config)
-        self.function = ctypes.c_void_p(function)
+        self._stream = 0  # as it stands in the configuration
+        self.function = function
         """The kernel's handle."""
-        library = driver.library()
-        self._launch = library.cuLaunchKernelEx
-        self._current = library.cuCtxGetCurrent
+        self._launch = driver.library().cuLaunchKernelEx
+        # Made once: references are what ctypes hands on fastest.
+        parameters = ctypes.byref(self.parameters)
+        self._launch_arguments = (ctypes.byref(self._config), ctypes.c_void_p(function), parameters, None)
 
     def write(self, slots: ctypes.Array[ctypes.c_uint64], values: Mapping[str, Any]) -> None:
         """Write arguments by name into argument slots of this kernel; the others keep their values."""
@@ -155,20 +147,22 @@ class PreparedLaunch:
         self.write(self.arguments, values)
 
     def run(self, stream: int) -> None:
-        """Launch on a stream of the kernel's GPU.
+        """Launch on a stream of the kernel's GPU, whatever GPU is current.
+
+        A kernel belongs to the context it was loaded into. The driver refuses to launch it while no context
+        or another one is current; only then is its own made current, for the launch.
 
         Raises
         ------
         RuntimeError
             With the driver's error.
         """
-        self._config.stream = stream
-        self._current(_thread.reference)
-        if _thread.context.value == self._context:
-            result = self._launch(self._config_reference, self.function, self.parameters, None)
-        else:
+        if stream != self._stream:
+            self._config.stream = self._stream = stream
+        result = self._launch(*self._launch_arguments)
+        if result in _WRONG_CONTEXT:
             with driver.current_context(self._context):
-                result = self._launch(self._config_reference, self.function, self.parameters, None)
+                result = self._launch(*self._launch_arguments)
         if result:
             launch = self.launch_description
             driver.check(

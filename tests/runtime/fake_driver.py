@@ -60,11 +60,13 @@ class FakeDriver:
             shared_memory=config.shared_memory,
             stream=config.stream or 0,
             attributes=attributes,
-            parameters=[ctypes.string_at(parameters[at], 8) for at in range(self.parameter_count)],
+            parameters=[ctypes.string_at(parameters._obj[at], 8) for at in range(self.parameter_count)],
             context=self.current,
         )
 
     def cuLaunchKernelEx(self, config: Any, function: Any, parameters: Any, extra: Any) -> int:  # noqa: N802
+        if self.current != CONTEXT:
+            return driver.INVALID_HANDLE if self.current else driver.INVALID_CONTEXT
         if self.fail_launch and self.fail_launch_number in (-1, len(self.launches)):
             return self.fail_launch
         recorded = self._record(config, function, parameters)

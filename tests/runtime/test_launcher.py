@@ -91,9 +91,20 @@ def test_attributes(fake: FakeDriver, launch: Launch, pdl: bool, expected: set[i
 @pytest.mark.parametrize("current", [0, 0xBAD])
 def test_another_current_context_is_left_as_it_was(fake: FakeDriver, current: int) -> None:
     fake.current = current
-    prepared().run(STREAM)
-    assert fake.launches[0].context == CONTEXT
+    launch = prepared()
+    launch.run(STREAM)
+    launch.run(STREAM)
+    assert [launch.context for launch in fake.launches] == [CONTEXT, CONTEXT]
     assert fake.current == current
+    assert not fake.pushed
+
+
+def test_a_stream_that_no_context_knows_is_refused(fake: FakeDriver) -> None:
+    fake.fail_launch = driver.INVALID_HANDLE
+    with pytest.raises(RuntimeError, match="launch of small"):
+        prepared().run(STREAM)
+    assert fake.current == CONTEXT
+    assert not fake.pushed
 
 
 def test_a_refused_launch_names_the_error_and_the_launch(fake: FakeDriver) -> None:

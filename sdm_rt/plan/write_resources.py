@@ -3,12 +3,15 @@
     python -m sdm_rt.plan.write_resources                 every kernel: minutes
     python -m sdm_rt.plan.write_resources decay_write.cu  only those of the files named
 
-Needs NVRTC and no GPU. A test compiles the same variants and compares.
+Needs NVRTC and no GPU. Beside the table stands a digest of each file's code, so that a test sees a table that
+was not written from these sources; another test compiles a part of the variants and compares.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -31,10 +34,12 @@ from sdm_rt.plan.shapes import (
 )
 from sdm_rt.plan.topk import TopkShape, topk_kernel
 from sdm_rt.runtime.kernel import KernelSpec
-from sdm_rt.runtime.nvrtc import kernel_figures
+from sdm_rt.runtime.nvrtc import OPTIONS, kernel_figures
 from sdm_rt.runtime.sources import expand, find_kernels
 
-__all__ = ["TARGETS", "figures_of", "figures_of_all", "text", "variants"]
+__all__ = ["SOURCES", "TARGETS", "code_digest", "figures_of", "figures_of_all", "text", "variants"]
+
+SOURCES = TABLE.with_name("resources.sources.json")
 
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
@@ -105,6 +110,13 @@ def variants(target: str) -> tuple[KernelSpec, ...]:
     return tuple(sorted({*_decode_variants(pdl), *_forward_variants(pdl), *_topk_variants()}))
 
 
+def code_digest(file: str) -> str:
+    """Return the digest of a kernel file with its headers and options, without comments and layout."""
+    source = expand(KernelSpec(file, (file,)), find_kernels()).text
+    code = re.sub(r"//[^\n]*|^#line [^\n]*", "", source, flags=re.MULTILINE)
+    return hashlib.sha256(" ".join([*OPTIONS, *code.split()]).encode()).hexdigest()[:16]
+
+
 def figures_of(spec: KernelSpec, target: str) -> Figures:
     """Return the table's entries of one translation unit on one target, by resource key."""
     source = expand(spec, find_kernels())
@@ -143,7 +155,10 @@ def main(files: Sequence[str]) -> None:
             f"no plan chooses a kernel of {', '.join(unknown)}; known: {', '.join(sorted(known))}"
         )
     table: Table = json.loads(TABLE.read_text(encoding="utf-8")) if files else {}
+    digests: dict[str, str] = json.loads(SOURCES.read_text(encoding="utf-8")) if files else {}
+    digests |= {file: code_digest(file) for file in files or known}
     TABLE.write_text(text(table | figures_of_all(files or known)), encoding="utf-8")
+    SOURCES.write_text(json.dumps(digests, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 
@@ -17,7 +19,9 @@ from sdm_rt.plan.kernel_resources import (
     kernel_resources,
     resource_key,
 )
+from sdm_rt.plan.write_resources import SOURCES, code_digest
 from sdm_rt.runtime.kernel import KernelSpec
+from sdm_rt.runtime.sources import find_kernels
 
 SPEC = KernelSpec("decode.cu", ("decode",), (("BANK", "Bf16"), ("VECTOR", "8")))
 
@@ -82,6 +86,26 @@ def test_budgets_are_what_launch_bounds_enforce() -> None:
 def test_only_a_file_with_variants_without_number_has_figures_and_a_budget() -> None:
     measured = json.loads(TABLE.read_text(encoding="utf-8"))
     assert set(measured) & set(BUDGETS) == set(STATIC_BUDGETS)
+
+
+def test_the_table_was_written_from_these_sources() -> None:
+    table = json.loads(TABLE.read_text(encoding="utf-8"))
+    written: dict[str, str] = json.loads(SOURCES.read_text(encoding="utf-8"))
+    assert set(written) == set(table)
+    stale = [file for file, digest in written.items() if digest != code_digest(file)]
+    assert not stale, f"python -m sdm_rt.plan.write_resources {' '.join(stale)}"
+
+
+def test_the_digest_is_that_of_code_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "kernels"
+    shutil.copytree(find_kernels(), folder)
+    monkeypatch.setenv("SDM_RT_KERNELS", str(folder))
+    digest, header = code_digest("gather.cu"), folder / "ptx.cuh"
+    text = header.read_text(encoding="utf-8")
+    header.write_text("// A comment.\n" + text.replace("\n", "\n\n"), encoding="utf-8")
+    assert code_digest("gather.cu") == digest
+    header.write_text(text + "\nstruct New {};\n", encoding="utf-8")
+    assert code_digest("gather.cu") != digest
 
 
 def test_the_table_has_figures_of_one_form() -> None:

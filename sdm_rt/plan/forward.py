@@ -126,7 +126,8 @@ def dual_matmul_kernel(shape: WriteReadShape, columns: int, triggers: bool) -> K
 def _dual_matmul(shape: WriteReadShape, triggers: bool, device: DeviceModel) -> Launch:
     C, D = shape.chunk, shape.head_dim
     wide, narrow = PRODUCT_COLUMNS
-    side = min(PRODUCT_TILE, ceil_div(C, 4) * 4)
+    strengths = ceil_div(C, 4) * 4
+    side = min(PRODUCT_TILE, strengths)
     columns = wide if shape.streams * ceil_div(D, wide) >= device.sm_count else narrow
     save = int(shape.training)
     reads = ("residual", "inter", "x", "qx", "a", "strength", "lengths", "cu_seqlens")
@@ -147,7 +148,7 @@ def _dual_matmul(shape: WriteReadShape, triggers: bool, device: DeviceModel) -> 
         writes=("delta", "readings", "err"),
         bytes_moved=moved,
         floor_bytes=0,
-        shared_memory=4 * (ceil_div(C, 4) * 4 + (1 + save) * C * columns + (2 + save) * side * (side + 4) - 4),
+        shared_memory=4 * (strengths + (1 + save) * C * columns + (2 + save) * side * (side + 4) - 4),
         triggers=triggers,
         note=f"{columns} columns of a chunk a block, IEEE float32",
     )

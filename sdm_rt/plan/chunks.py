@@ -90,9 +90,11 @@ def plan_phase1_forward(shape: WriteReadShape, device: DeviceModel) -> StepPlan:
         raise ValueError(f"Phase 1 alone takes one training step, got {shape}")
     phase1 = plan_phase1(shape, 1, device)
     launches = tuple(launch for launch in phase1.launches if launch.name != "solve")
+    writes = (shape.streams, shape.chunk, shape.writes)
     results = (
-        Buffer("cpe", "float32", (shape.streams, shape.chunk, shape.writes), kept=True),
-        Buffer("flags", "uint8", (shape.streams, shape.chunk, shape.writes), kept=True),
+        *(Buffer(name, "float32", writes, kept=True) for name in ("log_k", "rex", "cpe")),
+        Buffer("log_q", "float32", (shape.streams, shape.chunk, shape.reads), kept=True),
+        Buffer("flags", "uint8", writes, kept=True),
     )
     needed = tuple(buffer for buffer in phase1.buffers if buffer.name not in _OF_THE_SOLVE)
     return StepPlan(

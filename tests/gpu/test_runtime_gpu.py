@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from sdm_rt.ops.decode_launch import device_model
 from sdm_rt.plan.decode import decode_kernel, plan_decode
 from sdm_rt.plan.device import preset
 from sdm_rt.plan.occupancy import occupancy
-from sdm_rt.plan.shapes import DecodeShape
+from sdm_rt.plan.shapes import DecodeShape, WriteReadShape
 from sdm_rt.runtime import driver, graph
 from sdm_rt.runtime.cache import KernelCache
 from sdm_rt.runtime.compile import kernels
@@ -144,7 +145,7 @@ def test_precompiled_kernels_equal_the_run_time_build(tmp_path: Path) -> None:
 
     class Arguments:
         arch = [gpu(torch.cuda.current_device()).target]  # noqa: RUF012
-        shape = [DecodeShape(1, 8, 8, 24)]  # noqa: RUF012
+        shape = [WriteReadShape(1, 1, 16, 8, 8, 24, 100)]  # noqa: RUF012
         output = folder
 
     assert run_precompile(Arguments) == 0  # type: ignore[arg-type]
@@ -330,16 +331,19 @@ def test_a_launch_while_its_context_is_not_current(current: str, which_stream: s
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
     stream = 0 if which_stream == "default" else side.cuda_stream
-    other = created_context() if current == "another" else ctypes.c_void_p()
-    driver.check(driver.library().cuCtxPushCurrent_v2(other), "cuCtxPushCurrent")
-    try:
-        launch.run(stream)
-    finally:
-        popped = ctypes.c_void_p()
-        driver.check(driver.library().cuCtxPopCurrent_v2(ctypes.byref(popped)), "cuCtxPopCurrent")
-        if other.value is not None:
+    if current == "none":
+        with ThreadPoolExecutor(1) as fresh:  # a thread of its own has no current context
+            fresh.submit(launch.run, stream).result()
+    else:
+        other = created_context()
+        driver.check(driver.library().cuCtxPushCurrent_v2(other), "cuCtxPushCurrent")
+        try:
+            launch.run(stream)
+        finally:
+            popped = ctypes.c_void_p()
+            driver.check(driver.library().cuCtxPopCurrent_v2(ctypes.byref(popped)), "cuCtxPopCurrent")
             driver.library().cuCtxDestroy_v2(other)
-    assert popped.value == other.value
+        assert popped.value == other.value
     torch.cuda.synchronize()
     assert_same_bits("readings", torch.stack(readings), wanted[0])
     assert_same_bits("bank", memory, wanted[1])

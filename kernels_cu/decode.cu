@@ -16,11 +16,12 @@
 // Writes  rows of memory, y [P, D]; adds to repeats[0] the write lanes that repeat a slot.
 // Sums    over rows: each group its rows n = group, group + GROUPS, .. in turn, then neighbouring groups pairwise in a
 //         tree: the same bits for every slice width and vector.
-// Shared  dynamic, 4 * (3 * W4 + 2 * R4 + (GROUPS + 1) * slice columns) bytes, W4 and R4 being W and R rounded up to
+// Shared  dynamic, 4 * (3 * W4 + 2 * R4 + 2 * (GROUPS + 1) * slice columns) bytes, W4 and R4 being W and R rounded up to
 //         multiples of 4.
 //
 // Time goes by the latency of dependent loads: indices, then rows. So every load of a stage is issued before the first
-// value is looked at, and the work on weights and repeats runs while the rows are under way.
+// value is looked at, and the work on weights and repeats runs while the rows are under way. A stream that reads no row
+// it writes adds its readings beside r; another reads them again after its writes.
 #include "numeric.cuh"
 
 #define MAX_THREADS 256
@@ -92,6 +93,17 @@ static __device__ __forceinline__ float sum_groups(const float* partial) {
     }
 }
 
+// Threads that add the groups of one column, neighbouring lanes of a warp.
+constexpr int PARTS = GROUPS / VECTOR;
+
+// The sum over all groups of one column, in every lane of the column: thread `part` of it adds VECTOR groups.
+static __device__ __forceinline__ float sum_column(const float* partial, int part) {
+    float sum = sum_groups<VECTOR>(partial + part * VECTOR);
+#pragma unroll
+    for (int distance = 1; distance < PARTS; distance *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+    return sum;
+}
+
 extern "C" __global__ void __launch_bounds__(MAX_THREADS, RESIDENT_BLOCKS)
     decode(BANK* memory, const void* k_idx, const void* k_val, const void* v, const void* beta, const void* g,
            const void* q_idx, const void* q_val, const void* lengths, BANK* y, unsigned long long* repeats,
@@ -112,8 +124,8 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, RESIDENT_BLOCKS)
     float* const k_decay = k_value + W4;                           // [W4], -1 in lanes that write no row
     float* const q_value = k_decay + W4;                           // [R4]
     int* const q_written = reinterpret_cast<int*>(q_value + R4);   // [R4], the slot, then whether this token writes it
-    float* const sums = reinterpret_cast<float*>(q_written + R4);  // [columns, GROUPS + 1], last: delta of the column
-    float* const my_sums = sums + column * (GROUPS + 1);
+    float* const q_sums = reinterpret_cast<float*>(q_written + R4);  // [columns, GROUPS + 1], last unused
+    float* const k_sums = q_sums + columns * (GROUPS + 1);           // [columns, GROUPS + 1], last: delta of the column
 
     ptx::pdl_wait();
     ptx::pdl_trigger();
@@ -135,10 +147,13 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, RESIDENT_BLOCKS)
     const RawLane first_lane = load_lane(thread);
     const RawInteger length = load_integer(lengths != nullptr ? lengths : k_idx, p, dtypes, LENGTHS_WIDE);
 
-    const bool sums_column = thread < columns && slice + thread < D;
-    const long long summed = p * D + (sums_column ? slice + thread : 0);  // the element of v and y of such a thread
+    // The column that this thread helps to add, the element of v and y that it stands for, and who stores it.
+    const int added = thread / PARTS;
+    const int part = thread % PARTS;
+    const long long element = p * D + min(slice + added, D - 1);
+    const bool stores = part == 0 && slice + added < D;
     if (lengths != nullptr && integer(length, dtypes, LENGTHS_WIDE) <= 0) {
-        if (sums_column) y[summed] = from_float<BANK>(0.0f);
+        if (stores) y[element] = from_float<BANK>(0.0f);
         return;
     }
 
@@ -160,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, RESIDENT_BLOCKS)
         load_word_if(q_mine[i] >= 0, bank + q_mine[i] * row_stride, q_row[i]);
     }
 
-    const unsigned raw_v = load_real(v, summed, dtypes, V_DTYPE);
+    const unsigned raw_v = load_real(v, element, dtypes, V_DTYPE);
     const unsigned raw_beta = load_real(beta, p, dtypes, BETA_DTYPE);
 
     // Meanwhile: slots, weights and gates of all lanes into shared memory.
@@ -184,13 +199,13 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, RESIDENT_BLOCKS)
     __syncthreads();
 
     // The first of a slot's write lanes writes for all of them. A read slot is written by this token or not.
-    bool repeated = false;
+    bool repeated = false, reads_written = false;
     for (int lane = thread; lane < W + R; lane += threads) {
         const bool writes = lane < W;
         const int slot = writes ? k_slot[lane] : q_written[lane - W];
         const int wanted = slot >= 0 ? slot : -2;  // an absent slot equals none
         int first[4] = {W, W, W, W};               // of the lanes 4 n + i
-#pragma unroll 4
+#pragma unroll 2
         for (int n = W4 - 4; n >= 0; n -= 4) {
             const int4 four = *reinterpret_cast<const int4*>(k_slot + n);
             if (four.x == wanted) first[0] = n;
@@ -206,9 +221,11 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, RESIDENT_BLOCKS)
             repeated |= repeats_slot;
         } else {
             q_written[lane - W] = owner < W;
+            reads_written |= owner < W;
         }
     }
-    if (__syncthreads_or(repeated)) {
+    const bool reads_again = __syncthreads_or(repeated || reads_written);
+    if (reads_again && __syncthreads_or(repeated)) {
         for (int lane = thread; lane < W; lane += threads) {
             if (k_decay[lane] == -1.0f) continue;
             float weight = 0.0f;
@@ -219,7 +236,28 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, RESIDENT_BLOCKS)
         __syncthreads();
     }
 
-    float sum[VECTOR] = {}, row[VECTOR];
+    float row[VECTOR];
+    const auto store_sums = [&](float* sums, const float (&sum)[VECTOR]) {
+#pragma unroll
+        for (int c = 0; c < VECTOR; ++c) sums[(column + c) * (GROUPS + 1) + group] = sum[c];
+    };
+    const auto add_reads = [&] {
+        float sum[VECTOR] = {};
+#pragma unroll
+        for (int i = 0; i < Q_ROWS; ++i) {
+            if (q_mine[i] < 0) continue;
+            unpack<BANK, VECTOR>(q_row[i], row);
+#pragma unroll
+            for (int c = 0; c < VECTOR; ++c) sum[c] = fmaf(q_value[group + i * GROUPS], row[c], sum[c]);
+        }
+        store_sums(q_sums, sum);
+    };
+    const auto store_reading = [&] {
+        const float reading = sum_column(q_sums + added * (GROUPS + 1), part);
+        if (stores) y[element] = from_float<BANK>(reading);
+    };
+
+    float retrieved[VECTOR] = {};
 #pragma unroll
     for (int i = 0; i < K_ROWS; ++i) {
         const int n = group + i * GROUPS;
@@ -227,15 +265,16 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, RESIDENT_BLOCKS)
         if (k_mine[i] < 0) continue;
         unpack<BANK, VECTOR>(k_row[i], row);
 #pragma unroll
-        for (int c = 0; c < VECTOR; ++c) sum[c] = fmaf(k_value[n], k_decay[n] * row[c], sum[c]);
+        for (int c = 0; c < VECTOR; ++c) retrieved[c] = fmaf(k_value[n], k_decay[n] * row[c], retrieved[c]);
     }
-#pragma unroll
-    for (int c = 0; c < VECTOR; ++c) my_sums[c * (GROUPS + 1) + group] = sum[c];
+    store_sums(k_sums, retrieved);
+    if (!reads_again) add_reads();
     __syncthreads();
-    if (thread < columns) {
-        float* const of_column = sums + thread * (GROUPS + 1);
+    {
+        float* const of_column = k_sums + added * (GROUPS + 1);
         const float value = round_to<BANK>(real(raw_v, dtypes, V_DTYPE));
-        of_column[GROUPS] = real(raw_beta, dtypes, BETA_DTYPE) * (value - sum_groups<GROUPS>(of_column));
+        const float delta = real(raw_beta, dtypes, BETA_DTYPE) * (value - sum_column(of_column, part));
+        if (part == 0) of_column[GROUPS] = delta;
     }
     __syncthreads();
 
@@ -246,8 +285,12 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, RESIDENT_BLOCKS)
         unpack<BANK, VECTOR>(k_row[i], row);
 #pragma unroll
         for (int c = 0; c < VECTOR; ++c)
-            row[c] = fmaf(k_value[n], my_sums[c * (GROUPS + 1) + GROUPS], k_decay[n] * row[c]);
+            row[c] = fmaf(k_value[n], k_sums[(column + c) * (GROUPS + 1) + GROUPS], k_decay[n] * row[c]);
         store_values(bank + k_mine[i] * row_stride, row);
+    }
+    if (!reads_again) {
+        store_reading();
+        return;
     }
     __syncthreads();
 
@@ -257,17 +300,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, RESIDENT_BLOCKS)
         const bool again = q_mine[i] >= 0 && q_written[min(group + i * GROUPS, R - 1)];
         load_word_if(again, bank + q_mine[i] * row_stride, q_row[i]);
     }
-#pragma unroll
-    for (int c = 0; c < VECTOR; ++c) sum[c] = 0.0f;
-#pragma unroll
-    for (int i = 0; i < Q_ROWS; ++i) {
-        if (q_mine[i] < 0) continue;
-        unpack<BANK, VECTOR>(q_row[i], row);
-#pragma unroll
-        for (int c = 0; c < VECTOR; ++c) sum[c] = fmaf(q_value[group + i * GROUPS], row[c], sum[c]);
-    }
-#pragma unroll
-    for (int c = 0; c < VECTOR; ++c) my_sums[c * (GROUPS + 1) + group] = sum[c];
+    add_reads();
     __syncthreads();
-    if (sums_column) y[summed] = from_float<BANK>(sum_groups<GROUPS>(sums + thread * (GROUPS + 1)));
+    store_reading();
 }

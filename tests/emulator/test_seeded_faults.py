@@ -171,7 +171,7 @@ FAULTS = [
         "decode.cu",
         "unwritten output row",
         ("unwritten",),
-        "        if (sums_column) y[summed] = from_float<BANK>(0.0f);\n",
+        "        if (stores) y[element] = from_float<BANK>(0.0f);\n",
         "",
     ),
     Fault("decode.cu", "shared memory 4 bytes short", ("bounds",), missing_bytes=4),
@@ -199,7 +199,14 @@ FAULTS = [
         "if (k_slot[n] == k_slot[lane]) weight",
         "if (n == lane) weight",
     ),
-    Fault("decode.cu", "read before the write", (VALUES,), "owner < W;", "false;"),
+    Fault("decode.cu", "read before the write", (VALUES,), "[lane - W] = owner < W;", "[lane - W] = false;"),
+    Fault(
+        "decode.cu",
+        "written rows read once",
+        (VALUES,),
+        "repeated || reads_written",
+        "false && reads_written",
+    ),
 ]
 
 

@@ -63,6 +63,25 @@ def test_repeated_slots(backend: Backend, dtype: torch.dtype, writes: str, gate_
     assert got.repeats > 0
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("W", "R", "D"), [(7, 5, 30), (13, 40, 64), (33, 9, 72)])
+def test_reading_what_is_written_or_not(backend: Backend, dtype: torch.dtype, W: int, R: int, D: int) -> None:
+    """Streams whose reads miss their writes go another way through the kernel, to the same bits."""
+    apart = make_problem(3, 1, W, R, D, 2 * 48, gates="mild").cast(dtype)
+    apart.k_idx.copy_(apart.k_idx // 96 * 96 + torch.arange(W) + torch.arange(3)[:, None, None])
+    apart.q_idx.copy_(apart.q_idx // 96 * 96 + 48 + apart.q_idx % 48)
+    got = check(backend, apart)
+    # One more read lane, of a row that the token writes, with weight 0.
+    joined = replace(
+        apart,
+        q_idx=torch.cat([apart.q_idx, apart.k_idx[..., :1]], dim=-1),
+        q_val=torch.cat([apart.q_val, torch.zeros_like(apart.q_val[..., :1])], dim=-1),
+    )
+    again = check(backend, joined)
+    assert_same_bits("readings", again.readings, got.readings)
+    assert_same_bits("bank", again.bank, got.bank)
+
+
 @pytest.mark.parametrize("gates", ["zero", "-50", "-1e4", "-inf", "some -inf", "some positive"])
 @pytest.mark.parametrize("gate_per_write", [False, True])
 def test_gates(backend: Backend, gates: str, gate_per_write: bool) -> None:

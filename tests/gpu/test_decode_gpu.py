@@ -15,7 +15,7 @@ import sdm_rt
 from sdm_rt import repeated_write_slots, sdm_decode_step
 from tests.kernels.decode import decode, decode_oracle
 from tests.problems import Problem, make_problem
-from tests.tolerances import assert_close, assert_same_bits
+from tests.tolerances import TOLERANCES, assert_close, assert_same_bits
 
 pytestmark = pytest.mark.gpu
 
@@ -42,11 +42,31 @@ def assert_same_step(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) ->
         assert_same_bits(name, left, right)
 
 
+def where(got: Tensor, want: Tensor) -> str:
+    """Which rows and columns lie outside the tolerance, element by element."""
+    tolerance = TOLERANCES[got.dtype]
+    got, want = got.double(), want.double()
+    wrong = ~((got - want).abs() <= 100 * (tolerance.relative * want.abs().mean() + tolerance.floor))
+    rows, columns = (wrong.any(dim=other).nonzero().flatten().tolist() for other in (1, 0))
+    return (
+        f"{int(wrong.sum())} values, rows {rows[:8]} of {len(rows)}, columns {columns[:8]} of {len(columns)}"
+    )
+
+
 def check(problem: Problem) -> None:
     got, want = decode("gpu", problem), decode_oracle(problem)
-    assert_close("readings", got.readings, want.readings, problem.memory.dtype)
-    assert_close("bank", got.bank, want.bank, problem.memory.dtype)
-    assert got.repeats == want.repeats
+    try:
+        assert_close("readings", got.readings, want.readings, problem.memory.dtype)
+        assert_close("bank", got.bank, want.bank, problem.memory.dtype)
+        assert got.repeats == want.repeats
+    except AssertionError as error:
+        again = decode("gpu", problem)
+        same = torch.equal(again.bank, got.bank) and torch.equal(again.readings, got.readings)
+        raise AssertionError(
+            f"{error}\nreadings: {where(got.readings, want.readings)}\nbank: {where(got.bank, want.bank)}\n"
+            f"repeats: {got.repeats}, expected {want.repeats}\na second run gives "
+            f"{'the same bits' if same else 'other bits'}"
+        ) from error
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -65,6 +65,18 @@ static __device__ __forceinline__ void visit_row(const BANK* row, Words& held, i
     }
 }
 
+// Stores N bytes, a power of two, at an address that is a multiple of N.
+template <int N>
+static __device__ __forceinline__ void store_bytes(unsigned char* p, const unsigned char (&bytes)[N]) {
+    if constexpr (N == 1) {
+        *p = bytes[0];
+    } else {
+        typename WordOf<N>::type word;
+        memcpy(&word, bytes, N);
+        ptx::store_global(reinterpret_cast<typename WordOf<N>::type*>(p), word);
+    }
+}
+
 // Keeps the row as fp8 or int4. `held` holds the row's first slice, and holds it again afterwards.
 static __device__ __forceinline__ void quantize_row(const BANK* row, Words& held, int first, int D, unsigned char* out,
                                                     float* scale_out) {
@@ -77,8 +89,10 @@ static __device__ __forceinline__ void quantize_row(const BANK* row, Words& held
 #if SNAPSHOT == 3
     const float scale = row_scale(largest, 448.0f);
     visit_row(row, held, first, D, [&](int at, const float (&value)[VECTOR]) {
+        unsigned char bytes[VECTOR];
 #pragma unroll
-        for (int c = 0; c < VECTOR; ++c) out[at + c] = static_cast<unsigned char>(fp8_from_float(value[c] / scale));
+        for (int c = 0; c < VECTOR; ++c) bytes[c] = static_cast<unsigned char>(fp8_from_float(value[c] / scale));
+        store_bytes(out + at, bytes);
     });
 #else
     // Of two clips the one with the smaller squared error: a wide row loses less by clipping its largest values.
@@ -95,21 +109,23 @@ static __device__ __forceinline__ void quantize_row(const BANK* row, Words& held
     });
     const float scale = warp_sum(error_clipped) < warp_sum(error_whole) ? clipped : whole;
     visit_row(row, held, first, D, [&](int at, const float (&value)[VECTOR]) {
-        if constexpr (VECTOR > 1) {
+#if VECTOR > 1
+        unsigned char bytes[VECTOR / 2];
 #pragma unroll
-            for (int c = 0; c < VECTOR; c += 2) {
-                const int low = static_cast<int>(int4_level(value[c], scale)) + 8;
-                const int high = static_cast<int>(int4_level(value[c + 1], scale)) + 8;
-                out[(at + c) / 2] = static_cast<unsigned char>(low | high << 4);
-            }
-        } else {
-            // Lanes of even columns write a byte; beyond the row its high half is level 0.
-            if (at % 2) return;
-            const float next = at + 1 < D ? to_float(row[at + 1]) : 0.0f;
-            const int low = static_cast<int>(int4_level(value[0], scale)) + 8;
-            const int high = static_cast<int>(int4_level(next, scale)) + 8;
-            out[at / 2] = static_cast<unsigned char>(low | high << 4);
+        for (int c = 0; c < VECTOR; c += 2) {
+            const int low = static_cast<int>(int4_level(value[c], scale)) + 8;
+            const int high = static_cast<int>(int4_level(value[c + 1], scale)) + 8;
+            bytes[c / 2] = static_cast<unsigned char>(low | high << 4);
         }
+        store_bytes(out + at / 2, bytes);
+#else
+        // Lanes of even columns write a byte; beyond the row its high half is level 0.
+        if (at % 2) return;
+        const float next = at + 1 < D ? to_float(row[at + 1]) : 0.0f;
+        const int low = static_cast<int>(int4_level(value[0], scale)) + 8;
+        const int high = static_cast<int>(int4_level(next, scale)) + 8;
+        out[at / 2] = static_cast<unsigned char>(low | high << 4);
+#endif
     });
 #endif
     if (threadIdx.x % 32 == 0) *scale_out = scale;

@@ -5,7 +5,7 @@
 //     k_eff = k_val exp(L)           q_w = q_val exp(L)                  cpe = exp(tot)
 // Sums are exact (log_decay.cuh), so they depend on no split. Entries that are not valid give 0 everywhere.
 //
-// Macros  INDEX (int, long long), BANK (float, Bf16, Fp16).
+// Macros  INDEX (int, long long), BANK (float, Bf16, Fp16), THREADS (a multiple of 32).
 // Grid    (chunks of a full slab); a block beyond the last chunk has none.
 // Block   THREADS threads; a tile of THREADS sorted entries at a time, one a thread.
 // Reads   payload [chunks, payload_row], k_idx [rows, W], q_idx [rows, R], k_val [rows, W], q_val [rows, R],
@@ -23,7 +23,6 @@
 #include "chunk.cuh"
 #include "entries.cuh"
 
-#define THREADS 256
 #define WARPS (THREADS / 32)
 #define ALL 0xffffffffu
 
@@ -55,7 +54,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 float* log_q, float* rex, float* cpe, float* k_eff, float* q_w, unsigned char* flags, float* strength,
                 WriteEntry* write_entries, WriteTerm* write_terms, Partners* partners, int* partner_at,
                 SlotRecord* slots, int* slot_count, int2* places, LogDecay* totals, unsigned long long* repeats,
-                int slab_step, int P, int T, int C, int W, int R, int S, int gates, int shared_bank, int wide, int staged) {
+                int slab_step, int P, int T, int C, int W, int R, int S, int gates, int shared_bank, int wide,
+                int staged) {
     __shared__ Run run_sums[WARPS];
     __shared__ int write_sums[WARPS], slot_sums[WARPS];
     const long long n = blockIdx.x;

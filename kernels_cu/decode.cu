@@ -3,25 +3,24 @@
 // With the write slots s_n = k_idx[p, n] and the read slots q_idx[p, m] of the token of stream p:
 //     M[s_n] <- exp(g_n) M[s_n]              r = sum_n k_n M[s_n]         delta = beta (v - r)
 //     M[s_n] <- M[s_n] + k_n delta           y = sum_m q_m M[q_idx[m]]
-// Rows of the bank are overwritten, rounded once; y is overwritten. A repeated write slot decays once, by the gate of its
-// first lane, and its weights add in lane order. An index outside the stream's rows is absent. A stream of length 0 keeps
-// its rows and reads 0.
+// Rows of the bank are overwritten, rounded once; y is overwritten. A repeated write slot decays once, by the
+// gate of its first lane, and its weights add in lane order. An index outside the stream's rows is absent. A
+// stream of length 0 keeps its rows and reads 0.
 //
-// Macros  BANK (float, Bf16, Fp16); VECTOR, bank values of one load; GROUPS, a power of two; K_ROWS >= W / GROUPS and
-//         Q_ROWS >= R / GROUPS, rows that a thread holds.
+// Macros  BANK (float, Bf16, Fp16); VECTOR, bank values of one load; GROUPS, a power of two; K_ROWS >= W /
+// GROUPS
+//         and Q_ROWS >= R / GROUPS, rows that a thread holds.
 // Grid    (P, column slices of blockDim.x * VECTOR columns).
 // Block   (threads across a row, GROUPS rows side by side), at most MAX_THREADS threads.
 // Reads   memory [P*S, D] (rows row_stride values apart), k_idx [P, W], k_val [P, W], v [P, D], beta [P],
 //         g [P, W] or [P], q_idx [P, R], q_val [P, R], lengths [P] or null. `dtypes` says how each is stored.
 // Writes  rows of memory, y [P, D]; adds to repeats[0] the write lanes that repeat a slot.
-// Sums    over rows: each group its rows n = group, group + GROUPS, .. in turn, then neighbouring groups pairwise in a
+// Sums    over rows: each group its rows n = group, group + GROUPS, .. in turn, then neighbouring groups
+// pairwise in a
 //         tree: the same bits for every slice width and vector.
-// Shared  dynamic, 4 * (3 * W4 + 2 * R4 + 2 * (GROUPS + 1) * slice columns) bytes, W4 and R4 being W and R rounded up to
+// Shared  dynamic, 4 * (4 * W4 + 2 * R4 + (GROUPS + 1) * slice columns) bytes, W4 and R4 being W and R
+// rounded up to
 //         multiples of 4.
-//
-// Time goes by the latency of dependent loads: indices, then rows. So every load of a stage is issued before the first
-// value is looked at, and the work on weights and repeats runs while the rows are under way. A stream that reads no row
-// it writes adds its readings beside r; another reads them again after its writes.
 #include "numeric.cuh"
 
 #define MAX_THREADS 256
@@ -58,8 +57,9 @@ static __device__ __forceinline__ long long integer(RawInteger raw, int dtypes, 
     return static_cast<long long>(static_cast<unsigned long long>(raw.high) << 32 | raw.low);
 }
 
-// The values of one write lane and of one read lane.
+// What the lanes `lane` of the writes and of the reads are given.
 struct RawLane {
+    RawInteger k_index, q_index;
     unsigned k_value, gate, q_value;
 };
 
@@ -93,17 +93,6 @@ static __device__ __forceinline__ float sum_groups(const float* partial) {
     }
 }
 
-// Threads that add the groups of one column, neighbouring lanes of a warp.
-constexpr int PARTS = GROUPS / VECTOR;
-
-// The sum over all groups of one column, in every lane of the column: thread `part` of it adds VECTOR groups.
-static __device__ __forceinline__ float sum_column(const float* partial, int part) {
-    float sum = sum_groups<VECTOR>(partial + part * VECTOR);
-#pragma unroll
-    for (int distance = 1; distance < PARTS; distance *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
-    return sum;
-}
-
 extern "C" __global__ void __launch_bounds__(MAX_THREADS, RESIDENT_BLOCKS)
     decode(BANK* memory, const void* k_idx, const void* k_val, const void* v, const void* beta, const void* g,
            const void* q_idx, const void* q_val, const void* lengths, BANK* y, unsigned long long* repeats,
@@ -124,8 +113,8 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, RESIDENT_BLOCKS)
     float* const k_decay = k_value + W4;                           // [W4], -1 in lanes that write no row
     float* const q_value = k_decay + W4;                           // [R4]
     int* const q_written = reinterpret_cast<int*>(q_value + R4);   // [R4], the slot, then whether this token writes it
-    float* const q_sums = reinterpret_cast<float*>(q_written + R4);  // [columns, GROUPS + 1], last unused
-    float* const k_sums = q_sums + columns * (GROUPS + 1);           // [columns, GROUPS + 1], last: delta of the column
+    float* const sums = reinterpret_cast<float*>(q_written + R4);  // [columns, GROUPS + 1], last: delta of the column
+    float* const my_sums = sums + column * (GROUPS + 1);
 
     ptx::pdl_wait();
     ptx::pdl_trigger();
@@ -140,20 +129,18 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, RESIDENT_BLOCKS)
         q_row_index[i] = load_integer(q_idx, p * R + min(group + i * GROUPS, R - 1), dtypes, Q_IDX_WIDE);
 
     const auto load_lane = [&](int lane) -> RawLane {
-        const long long n = p * W + min(lane, W - 1);
-        return {load_real(k_val, n, dtypes, K_VAL_DTYPE), load_real(g, gates == 1 ? p : n, dtypes, G_DTYPE),
-                load_real(q_val, p * R + min(lane, R - 1), dtypes, Q_VAL_DTYPE)};
+        const long long n = p * W + min(lane, W - 1), m = p * R + min(lane, R - 1);
+        return {load_integer(k_idx, n, dtypes, K_IDX_WIDE), load_integer(q_idx, m, dtypes, Q_IDX_WIDE),
+                load_real(k_val, n, dtypes, K_VAL_DTYPE), load_real(g, gates == 1 ? p : n, dtypes, G_DTYPE),
+                load_real(q_val, m, dtypes, Q_VAL_DTYPE)};
     };
     const RawLane first_lane = load_lane(thread);
     const RawInteger length = load_integer(lengths != nullptr ? lengths : k_idx, p, dtypes, LENGTHS_WIDE);
 
-    // The column that this thread helps to add, the element of v and y that it stands for, and who stores it.
-    const int added = thread / PARTS;
-    const int part = thread % PARTS;
-    const long long element = p * D + min(slice + added, D - 1);
-    const bool stores = part == 0 && slice + added < D;
+    const bool sums_column = thread < columns && slice + thread < D;
+    const long long summed = p * D + (sums_column ? slice + thread : 0);  // the element of v and y of such a thread
     if (lengths != nullptr && integer(length, dtypes, LENGTHS_WIDE) <= 0) {
-        if (stores) y[element] = from_float<BANK>(0.0f);
+        if (sums_column) y[summed] = from_float<BANK>(0.0f);
         return;
     }
 
@@ -175,37 +162,34 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, RESIDENT_BLOCKS)
         load_word_if(q_mine[i] >= 0, bank + q_mine[i] * row_stride, q_row[i]);
     }
 
-    const unsigned raw_v = load_real(v, element, dtypes, V_DTYPE);
+    const unsigned raw_v = load_real(v, summed, dtypes, V_DTYPE);
     const unsigned raw_beta = load_real(beta, p, dtypes, BETA_DTYPE);
 
     // Meanwhile: slots, weights and gates of all lanes into shared memory.
-    if (threadIdx.x == 0) {
-#pragma unroll
-        for (int i = 0; i < K_ROWS; ++i)
-            if (group + i * GROUPS < W4) k_slot[group + i * GROUPS] = k_mine[i];
-#pragma unroll
-        for (int i = 0; i < Q_ROWS; ++i)
-            if (group + i * GROUPS < R) q_written[group + i * GROUPS] = q_mine[i];
-    }
     const auto store_lane = [&](int lane, const RawLane& raw) {
+        // Lanes W..W4 repeat the slot of lane W - 1, whose owner is below W all the same.
+        if (lane < W4) k_slot[lane] = slot_of(integer(raw.k_index, dtypes, K_IDX_WIDE), first_row, S);
         if (lane < W) {
             k_value[lane] = round_to<BANK>(real(raw.k_value, dtypes, K_VAL_DTYPE));
             k_decay[lane] = real(raw.gate, dtypes, G_DTYPE);
         }
-        if (lane < R) q_value[lane] = round_to<BANK>(real(raw.q_value, dtypes, Q_VAL_DTYPE));
+        if (lane < R) {
+            q_written[lane] = slot_of(integer(raw.q_index, dtypes, Q_IDX_WIDE), first_row, S);
+            q_value[lane] = round_to<BANK>(real(raw.q_value, dtypes, Q_VAL_DTYPE));
+        }
     };
     store_lane(thread, first_lane);
-    for (int lane = thread + threads; lane < max(W, R); lane += threads) store_lane(lane, load_lane(lane));
+    for (int lane = thread + threads; lane < max(W4, R4); lane += threads) store_lane(lane, load_lane(lane));
     __syncthreads();
 
     // The first of a slot's write lanes writes for all of them. A read slot is written by this token or not.
-    bool repeated = false, reads_written = false;
+    bool repeated = false;
     for (int lane = thread; lane < W + R; lane += threads) {
         const bool writes = lane < W;
         const int slot = writes ? k_slot[lane] : q_written[lane - W];
         const int wanted = slot >= 0 ? slot : -2;  // an absent slot equals none
         int first[4] = {W, W, W, W};               // of the lanes 4 n + i
-#pragma unroll 2
+#pragma unroll 4
         for (int n = W4 - 4; n >= 0; n -= 4) {
             const int4 four = *reinterpret_cast<const int4*>(k_slot + n);
             if (four.x == wanted) first[0] = n;
@@ -221,11 +205,9 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, RESIDENT_BLOCKS)
             repeated |= repeats_slot;
         } else {
             q_written[lane - W] = owner < W;
-            reads_written |= owner < W;
         }
     }
-    const bool reads_again = __syncthreads_or(repeated || reads_written);
-    if (reads_again && __syncthreads_or(repeated)) {
+    if (__syncthreads_or(repeated)) {
         for (int lane = thread; lane < W; lane += threads) {
             if (k_decay[lane] == -1.0f) continue;
             float weight = 0.0f;
@@ -236,28 +218,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, RESIDENT_BLOCKS)
         __syncthreads();
     }
 
-    float row[VECTOR];
-    const auto store_sums = [&](float* sums, const float (&sum)[VECTOR]) {
-#pragma unroll
-        for (int c = 0; c < VECTOR; ++c) sums[(column + c) * (GROUPS + 1) + group] = sum[c];
-    };
-    const auto add_reads = [&] {
-        float sum[VECTOR] = {};
-#pragma unroll
-        for (int i = 0; i < Q_ROWS; ++i) {
-            if (q_mine[i] < 0) continue;
-            unpack<BANK, VECTOR>(q_row[i], row);
-#pragma unroll
-            for (int c = 0; c < VECTOR; ++c) sum[c] = fmaf(q_value[group + i * GROUPS], row[c], sum[c]);
-        }
-        store_sums(q_sums, sum);
-    };
-    const auto store_reading = [&] {
-        const float reading = sum_column(q_sums + added * (GROUPS + 1), part);
-        if (stores) y[element] = from_float<BANK>(reading);
-    };
-
-    float retrieved[VECTOR] = {};
+    float sum[VECTOR] = {}, row[VECTOR];
 #pragma unroll
     for (int i = 0; i < K_ROWS; ++i) {
         const int n = group + i * GROUPS;
@@ -265,16 +226,15 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, RESIDENT_BLOCKS)
         if (k_mine[i] < 0) continue;
         unpack<BANK, VECTOR>(k_row[i], row);
 #pragma unroll
-        for (int c = 0; c < VECTOR; ++c) retrieved[c] = fmaf(k_value[n], k_decay[n] * row[c], retrieved[c]);
+        for (int c = 0; c < VECTOR; ++c) sum[c] = fmaf(k_value[n], k_decay[n] * row[c], sum[c]);
     }
-    store_sums(k_sums, retrieved);
-    if (!reads_again) add_reads();
+#pragma unroll
+    for (int c = 0; c < VECTOR; ++c) my_sums[c * (GROUPS + 1) + group] = sum[c];
     __syncthreads();
-    {
-        float* const of_column = k_sums + added * (GROUPS + 1);
+    if (thread < columns) {
+        float* const of_column = sums + thread * (GROUPS + 1);
         const float value = round_to<BANK>(real(raw_v, dtypes, V_DTYPE));
-        const float delta = real(raw_beta, dtypes, BETA_DTYPE) * (value - sum_column(of_column, part));
-        if (part == 0) of_column[GROUPS] = delta;
+        of_column[GROUPS] = real(raw_beta, dtypes, BETA_DTYPE) * (value - sum_groups<GROUPS>(of_column));
     }
     __syncthreads();
 
@@ -285,12 +245,8 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, RESIDENT_BLOCKS)
         unpack<BANK, VECTOR>(k_row[i], row);
 #pragma unroll
         for (int c = 0; c < VECTOR; ++c)
-            row[c] = fmaf(k_value[n], k_sums[(column + c) * (GROUPS + 1) + GROUPS], k_decay[n] * row[c]);
+            row[c] = fmaf(k_value[n], my_sums[c * (GROUPS + 1) + GROUPS], k_decay[n] * row[c]);
         store_values(bank + k_mine[i] * row_stride, row);
-    }
-    if (!reads_again) {
-        store_reading();
-        return;
     }
     __syncthreads();
 
@@ -300,7 +256,17 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, RESIDENT_BLOCKS)
         const bool again = q_mine[i] >= 0 && q_written[min(group + i * GROUPS, R - 1)];
         load_word_if(again, bank + q_mine[i] * row_stride, q_row[i]);
     }
-    add_reads();
+#pragma unroll
+    for (int c = 0; c < VECTOR; ++c) sum[c] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < Q_ROWS; ++i) {
+        if (q_mine[i] < 0) continue;
+        unpack<BANK, VECTOR>(q_row[i], row);
+#pragma unroll
+        for (int c = 0; c < VECTOR; ++c) sum[c] = fmaf(q_value[group + i * GROUPS], row[c], sum[c]);
+    }
+#pragma unroll
+    for (int c = 0; c < VECTOR; ++c) my_sums[c * (GROUPS + 1) + group] = sum[c];
     __syncthreads();
-    store_reading();
+    if (sums_column) y[summed] = from_float<BANK>(sum_groups<GROUPS>(sums + thread * (GROUPS + 1)));
 }

@@ -70,10 +70,10 @@ def decode_shared_memory(writes: int, reads: int, columns: int) -> int:
     """Return the dynamic shared memory of a block, bytes.
 
     Three words a write (slot, value, decay), two a read (value, whether written), both counts rounded
-    up to 4, and for each column of the slice two partial sums a group, delta and a word between them.
+    up to 4, and for each column of the slice one partial sum a group and delta.
     """
     writes4, reads4 = (-(-count // 4) * 4 for count in (writes, reads))
-    return 4 * (3 * writes4 + 2 * reads4 + 2 * (GROUPS + 1) * columns)
+    return 4 * (3 * writes4 + 2 * reads4 + (GROUPS + 1) * columns)
 
 
 def plan_decode(shape: DecodeShape, device: DeviceModel) -> StepPlan:

@@ -33,7 +33,7 @@ SORT_DIGIT_BITS = 8
 SORT_CODE_BITS = 17  # of an item: what is left of its 32 bits holds the upper bits of the slot
 SORT_SHARED = 131_072  # most shared memory for the items of a chunk
 SORT_BLOCKS_PER_SM = {512: 4, 1024: 1}
-SCAN_THREADS = (256, 1024)  # the wider from SORT_WIDE entries a chunk on
+SCAN_THREADS = 256
 SCAN_STAGED = 65_536  # most shared memory for the weights of a chunk
 GRAM_ROWS = 8  # of A or QK a block, one a warp
 SOLVE_TILE = 16  # rows of X at a time
@@ -105,11 +105,6 @@ def sort_item_bytes(shape: WriteReadShape) -> int:
     return 4 if (passes - 1) * bits + SORT_CODE_BITS <= 32 else 8
 
 
-def scan_threads(shape: WriteReadShape) -> int:
-    """Return the threads of a block of the scan: large chunks are few, so their blocks are wide."""
-    return SCAN_THREADS[shape.chunk * (shape.writes + shape.reads) > SORT_WIDE]
-
-
 def sort_threads(shape: WriteReadShape) -> int:
     """Return the threads of a block of the sort."""
     return SORT_THREADS[shape.chunk * (shape.writes + shape.reads) > SORT_WIDE]
@@ -146,11 +141,7 @@ def phase1_kernels(shape: WriteReadShape) -> dict[str, KernelSpec]:
             ("phase1_sort",),
             (index, ("ITEM", SORT_ITEMS[sort_item_bytes(shape)]), ("THREADS", str(sort_threads(shape)))),
         ),
-        "phase1_scan": KernelSpec(
-            "phase1_scan.cu",
-            ("phase1_scan",),
-            (bank, index, ("THREADS", str(scan_threads(shape)))),
-        ),
+        "phase1_scan": KernelSpec("phase1_scan.cu", ("phase1_scan",), (bank, index)),
         "phase1_gram": KernelSpec("phase1_gram.cu", ("phase1_gram",), (bank,)),
         "solve": SOLVE_KERNEL,
     }
@@ -208,7 +199,7 @@ def _scan(shape: WriteReadShape, chunks: int) -> Launch:
         kernel=phase1_kernels(shape)["phase1_scan"],
         entry="phase1_scan",
         grid=(chunks, 1, 1),
-        block=(scan_threads(shape), 1, 1),
+        block=(SCAN_THREADS, 1, 1),
         arguments=(
             *pointers(*inputs, *logs, *results),
             _SLAB,

@@ -15,7 +15,6 @@ import re
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from itertools import product
 from multiprocessing import get_context
 from typing import Any
@@ -85,11 +84,9 @@ def _forward_variants(pdl: bool) -> Iterator[KernelSpec]:
         for shape in _forward_shapes(index_dtype=index):
             yield from phase1_kernels(shape).values()
             yield gather_kernel(shape)
-        for chunk, slots in product((1, 256), (1, 2**30)):  # blocks of the sort and the scan, items
+        for chunk, slots in product((1, 256), (1, 2**30)):  # items and blocks of the sort
             wide = WriteReadShape(1, 1, chunk, 128, 128, 1, slots, index_dtype=index)
             yield phase1_kernels(wide)["phase1_sort"]
-            for dtype in BANK_DTYPES:
-                yield phase1_kernels(replace(wide, bank_dtype=dtype, gradient_bank_dtype=""))["phase1_scan"]
     for training, snapshot in ((False, "none"), *product((True,), SNAPSHOTS)):
         for shape in _forward_shapes(training=training, snapshot=snapshot):
             for columns, triggers in product(PRODUCT_COLUMNS, {False, pdl}):

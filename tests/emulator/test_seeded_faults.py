@@ -171,7 +171,7 @@ FAULTS = [
         "decode.cu",
         "unwritten output row",
         ("unwritten",),
-        "        if (stores) y[element] = from_float<BANK>(0.0f);\n",
+        "        if (sums_column) y[summed] = from_float<BANK>(0.0f);\n",
         "",
     ),
     Fault("decode.cu", "shared memory 4 bytes short", ("bounds",), missing_bytes=4),

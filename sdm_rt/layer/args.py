@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from sdm_rt.layer.activations import check_activation
-from sdm_rt.ops.checks import MAX_COLUMNS, MAX_ENTRIES, SNAPSHOT_MODES, check_choice, check_int
+from sdm_rt.ops.checks import (
+    MAX_COLUMNS,
+    MAX_ENTRIES,
+    SNAPSHOT_MODES,
+    check_choice,
+    check_int,
+    check_sequence,
+)
 
 __all__ = ["SparseDeltaMemoryArgs"]
 
@@ -159,7 +166,7 @@ class SparseDeltaMemoryArgs:
         self._check_factors()
 
     def _check_init_range(self) -> None:
-        values = tuple(self.A_init_range)
+        values = check_sequence("A_init_range", self.A_init_range)
         if len(values) != 2:
             raise ValueError(f"A_init_range: expected two numbers (low, high), got {values}")
         for value in values:
@@ -175,7 +182,7 @@ class SparseDeltaMemoryArgs:
                     f"product, got {self.slots_per_head}"
                 )
             return
-        dims = tuple(self.product_key_factor_dims)
+        dims = check_sequence("product_key_factor_dims", self.product_key_factor_dims)
         for f, width in enumerate(dims):
             check_int(f"product_key_factor_dims[{f}]", width, 1, None)
         if not dims or math.prod(dims) != self.slots_per_head:

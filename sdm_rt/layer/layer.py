@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -122,6 +123,15 @@ class SparseDeltaMemory(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._mark_parameters()  # deepcopy makes new parameters without their attributes
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SparseDeltaMemory:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._mark_parameters()  # so does to_empty() of a layer made on the meta device
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._mark_parameters()  # and load_state_dict(assign=True)
 
     @torch.no_grad()
     def init_weights(

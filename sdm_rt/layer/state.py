@@ -65,10 +65,11 @@ class SDMLayerState(Cache):
             raise ValueError(
                 f"initial: expected shape [rows, {memory.shape[1]}], got {list(self._initial.shape)}"
             )
-        if memory.shape[0] % max(self._initial.shape[0], 1):
+        rows = self._initial.shape[0]
+        if memory.shape[0] and (rows == 0 or memory.shape[0] % rows):
             raise ValueError(
                 f"initial: expected a number of rows that divides the {memory.shape[0]} rows of memory, got "
-                f"{self._initial.shape[0]}"
+                f"{rows}"
             )
 
     @property
@@ -88,7 +89,7 @@ class SDMLayerState(Cache):
     def reset(self) -> None:
         """Return the bank, in place, to the one the state was created from, and ``cache_len`` to 0."""
         rows = self._initial.shape[0]
-        for start in range(0, self.memory.shape[0], rows):
+        for start in range(0, self.memory.shape[0], max(rows, 1)):
             self.memory[start : start + rows].copy_(self._initial)
         self._seq_len = 0
 

@@ -26,6 +26,7 @@ __all__ = [
     "check_int",
     "check_no_gradient",
     "check_one_device",
+    "check_sequence",
     "check_stream_lengths",
     "check_stream_offsets",
     "check_streams_disjoint",
@@ -58,6 +59,14 @@ def check_int(name: str, value: Any, low: int, high: int | None) -> int:
         wanted = f"at least {low}" if high is None else f"in {low}..{high}"
         raise ValueError(f"{name}: expected a value {wanted}, got {value}")
     return value
+
+
+def check_sequence(name: str, value: Any) -> tuple[Any, ...]:
+    """Return the items of ``value``; TypeError naming the argument where it has none."""
+    try:
+        return tuple(value)
+    except TypeError:
+        raise TypeError(f"{name}: expected a sequence, got {type(value).__name__}") from None
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
@@ -300,12 +309,17 @@ def flatten_tokens(tokens: dict[str, Tensor], shape: StreamShape) -> dict[str, T
     return flat
 
 
-def check_stream_lengths(lengths: Tensor, tokens: int) -> list[int]:
-    """Return ``lengths`` as ints; ValueError where one lies outside 0..T. Waits for the device."""
+def check_stream_lengths(lengths: Tensor, tokens: int, max_seqlen: int | None = None) -> list[int]:
+    """Return ``lengths`` as ints; ValueError where one exceeds 0..T or max_seqlen. Waits for the device."""
     values: list[int] = lengths.tolist()
     for stream, value in enumerate(values):
         if not 0 <= value <= tokens:
             raise ValueError(f"lengths: expected values in 0..{tokens}, got {value} for stream {stream}")
+        if max_seqlen is not None and value > max_seqlen:
+            raise ValueError(
+                f"max_seqlen: expected at least the longest stream, {value} tokens (stream {stream}), "
+                f"got {max_seqlen}"
+            )
     return values
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sdm_rt.cpu import topk as definition
-from sdm_rt.ops.checks import BANK_DTYPES, MAX_ENTRIES, check_int
+from sdm_rt.ops.checks import BANK_DTYPES, MAX_ENTRIES, check_int, check_sequence
 from sdm_rt.ops.topk_launch import topk_on_gpu
 from sdm_rt.runtime.interop import producer_stream, to_caller, to_tensor
 
@@ -83,7 +83,7 @@ def product_key_topk(raw: Any, factors: Sequence[int], k: int) -> tuple[Any, Any
 
 
 def _checked_factors(factors: Sequence[int]) -> tuple[int, ...]:
-    widths = tuple(factors)
+    widths = check_sequence("factors", factors)
     if not widths:
         raise ValueError("factors: expected at least one factor width, got none")
     for f, width in enumerate(widths):

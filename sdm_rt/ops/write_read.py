@@ -54,7 +54,8 @@ class _InplaceCall:
             raise RuntimeError(
                 "sdm_write_read: the bank was changed between this in-place call and its backward. Run the "
                 "backwards of in-place calls in the reverse order of the calls and change the bank only "
-                "after them, or use return_final_bank=True, which leaves the caller's bank alone."
+                "after them, or use return_final_bank=True, which leaves the caller's bank alone and is what "
+                "activation checkpointing needs."
             )
 
     def finish(self) -> None:
@@ -103,6 +104,7 @@ class _WriteRead(torch.autograd.Function):
         if ctx.call is not None:
             ctx.call.check_unchanged()
             kept = ctx.saved_tensors
+            ctx.call.check_unchanged()  # checkpointing runs the call again to make them
             bank = ctx.call.bank
         else:
             *kept, final = ctx.saved_tensors
@@ -158,7 +160,7 @@ def _stream_spans(
     starts = [stream * shape.tokens for stream in range(shape.streams)]
     if lengths is None:
         return starts, [shape.tokens] * shape.streams
-    return starts, checks.check_stream_lengths(lengths, shape.tokens)
+    return starts, checks.check_stream_lengths(lengths, shape.tokens, max_seqlen)
 
 
 def _check_values(
@@ -335,7 +337,7 @@ def sdm_write_read(
     cu_seqlens : Tensor, optional
         Packed streams instead: offsets [P+1] into token tensors [sum T, *].
     max_seqlen : int, optional
-        An upper bound of the streams' lengths, for ``cu_seqlens`` on a GPU.
+        An upper bound of the streams' lengths, required with ``cu_seqlens`` on a GPU.
     check_indices : bool, optional
         Check indices on the GPU too (waits for it); default: ``SDM_RT_CHECK``. The CPU always checks.
     schedule : {"stepwise", "persistent"}, optional
@@ -363,7 +365,7 @@ def sdm_write_read(
     A backward restores the bank of an in-place call, bit for bit with ``snapshot_quant="none"``. So
     backwards of in-place calls run in the reverse order of their calls, the gradient of ``memory`` is with
     respect to the bank at that call's own start, and none flows between two in-place calls;
-    ``return_final_bank`` does that.
+    ``return_final_bank`` does that, and is what activation checkpointing needs, which calls the op twice.
     """
     _check_options(chunk_size, snapshot_quant, schedule, max_seqlen)
     checks.check_bank(memory)
@@ -386,6 +388,8 @@ def sdm_write_read(
     located = {"memory": memory, **flat}
     located |= {name: t for name, t in (("lengths", lengths), ("cu_seqlens", cu_seqlens)) if t is not None}
     device = checks.check_one_device(located)
+    if max_seqlen is not None and lengths is None and cu_seqlens is None and max_seqlen < shape.tokens:
+        raise ValueError(f"max_seqlen: expected at least T = {shape.tokens}, got {max_seqlen}")
     if device.type == "cuda":
         if torch.is_grad_enabled() and any(t.requires_grad for t in (memory, k_val, v, beta, g, q_val)):
             raise RuntimeError(

@@ -103,6 +103,8 @@ def test_values_outside_their_range(fields, message):
         ({"num_reads": True}, "num_reads: expected an int, got bool"),
         ({"write_act_scale": "2"}, "write_act_scale: expected a number, got str"),
         ({"output_gate": "no"}, "output_gate: expected a bool, got str"),
+        ({"A_init_range": 5.0}, "A_init_range: expected a sequence, got float"),
+        ({"product_key_factor_dims": 5}, "product_key_factor_dims: expected a sequence, got int"),
     ],
 )
 def test_values_of_a_wrong_type(fields, message):

@@ -202,6 +202,14 @@ RANGES = [
     ),
     bad("negative num_parallel", ValueError, "num_parallel...at least 0...got -2", num_parallel=-2),
     bad("negative max_seqlen", ValueError, "max_seqlen...at least 0...got -1", max_seqlen=-1),
+    bad("max_seqlen below T", ValueError, "max_seqlen...T = 4...got 3", max_seqlen=3),
+    bad(
+        "max_seqlen below a length",
+        ValueError,
+        "max_seqlen...longest stream, 4 tokens (stream 1)...got 3",
+        max_seqlen=3,
+        lengths=torch.tensor([2, 4]),
+    ),
     *(
         bad(
             f"{count} entries in {name}",

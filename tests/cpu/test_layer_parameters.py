@@ -59,6 +59,24 @@ def test_shapes_and_marks_of_parameters():
     }
 
 
+@pytest.mark.parametrize("path", ["to_empty", "assign", "half"])
+def test_marks_stay_on_parameters_made_anew(path):
+    args = SparseDeltaMemoryArgs(**SHAPE)
+    layer = SparseDeltaMemory(args, 0)
+    if path == "to_empty":
+        with torch.device("meta"):
+            layer = SparseDeltaMemory(args, 0)
+        layer = layer.to_empty(device="cpu")
+        layer.init_weights()
+    elif path == "assign":
+        layer.load_state_dict(SparseDeltaMemory(args, 1).state_dict(), assign=True)
+    else:
+        layer.bfloat16()
+    assert layer.A_log._no_weight_decay
+    assert layer.dt_bias._no_weight_decay
+    assert layer.memory._sdm_memory_bank
+
+
 def test_initial_values():
     layer = SparseDeltaMemory(
         SparseDeltaMemoryArgs(dim=256, num_heads=64, slots_per_head=1024, A_init_range=(0.0, 4.0)), 0

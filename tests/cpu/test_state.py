@@ -189,3 +189,11 @@ def test_bad_input_of_create_kv_cache(arguments, error, message):
     with pytest.raises(error) as caught:
         layer.create_kv_cache(*arguments)
     assert str(caught.value) == message
+
+
+def test_a_state_without_rows_resets():
+    state = SDMLayerState(torch.zeros(0, 4), seq_len=2, initial=torch.zeros(0, 4))
+    state.reset()
+    assert state.cache_len == 0
+    with pytest.raises(ValueError, match=r"initial: expected a number of rows that divides the 6 rows .* 0"):
+        SDMLayerState(torch.zeros(6, 4), initial=torch.zeros(0, 4))

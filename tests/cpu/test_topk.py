@@ -243,6 +243,7 @@ def test_gradient_accumulates_in_float32_and_repeats_bitwise():
         ((2, 8), (4, 4), 257, ValueError, "k: expected a value in 1..256, got 257"),
         ((2, 8), (4, 4), 2.0, TypeError, "k: expected an int, got float"),
         ((2, 8), (), 2, ValueError, "factors: expected at least one factor width, got none"),
+        ((2, 8), 8, 2, TypeError, "factors: expected a sequence, got int"),
         ((2, 8), (8, 0), 2, ValueError, "factors[1]: expected a value at least 1, got 0"),
         ((2, 8), (4.0, 4), 2, TypeError, "factors[0]: expected an int, got float"),
         (

@@ -150,3 +150,17 @@ def test_grad_mode_decides_not_the_module_mode() -> None:
     assert sdm_write_read(problem.memory.clone(), **arguments, **problem.options()).requires_grad
     with torch.no_grad():
         assert not sdm_write_read(problem.memory.clone(), **arguments, **problem.options()).requires_grad
+
+
+def test_checkpointing_an_in_place_call_is_refused() -> None:
+    problem = make_problem(2, 7, 3, 4, 5, 8)
+    v = problem.v.clone().requires_grad_()
+    bank = problem.memory.clone()
+
+    def call(v: Tensor) -> Tensor:
+        return sdm_write_read(bank, **(problem.inputs() | {"v": v}), **problem.options())
+
+    readings = checkpoint(call, v, use_reentrant=False)
+    with pytest.raises(RuntimeError, match="activation checkpointing"):
+        readings.sum().backward()
+    assert v.grad is None

@@ -49,6 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="default: cuda if the GPU path is there, else cpu",
     )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=1,
+        metavar="N",
+        help="PyTorch threads on the CPU; the steps of a token are too small for more (default: %(default)s)",
+    )
     for name, meaning in SIZES.items():
         default = DemoConfig.__dataclass_fields__[name].default
         parser.add_argument(
@@ -65,6 +72,9 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         _require_packages()
         device = _device(arguments.device)
+        if arguments.threads < 1:
+            raise DemoError(f"--threads: expected at least 1, got {arguments.threads}")
+        torch.set_num_threads(arguments.threads)
         from sdm_rt.demo.experiment import Request, perform
         from sdm_rt.demo.training import StoppedError
 

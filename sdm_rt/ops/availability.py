@@ -16,4 +16,4 @@ def gpu_path_obstacle() -> str | None:
     """Say what keeps training off the GPU; None where nothing does."""
     if not torch.cuda.is_available():
         return "PyTorch finds no CUDA GPU"
-    return "this version of sdm_rt has no GPU kernels for the layer's forward and backward"
+    return "this version of sdm_rt runs the layer on a GPU without gradients only"

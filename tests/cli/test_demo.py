@@ -485,6 +485,18 @@ class TestCommand:
         assert str(tmp_path / "file") in complaint
         assert (tmp_path / "file").read_text() == "occupied"
 
+    def test_threads_are_pytorchs(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked: list[int] = []
+        monkeypatch.setattr(torch, "set_num_threads", asked.append)
+        for words in ((), ("--threads", "2")):
+            assert self.run(capsys, "--text", tmp_path / "missing", "--out", tmp_path / "out", *words)[0] == 2
+        assert asked == [1, 2]
+        status, _, complaint = self.run(capsys, "--threads", "0", "--out", tmp_path / "out")
+        assert status == 2
+        assert "--threads: expected at least 1, got 0" in complaint
+
     def test_missing_packages_are_one_error(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:

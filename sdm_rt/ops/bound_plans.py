@@ -28,14 +28,22 @@ class _Memo(threading.local):
 _memo = _Memo()
 
 
-def bound_plan(planner: Callable[[Shape, DeviceModel], StepPlan], shape: Shape, index: int) -> BoundPlan:
+def bound_plan(
+    planner: Callable[[Shape, DeviceModel], StepPlan],
+    shape: Shape,
+    index: int,
+    constants: Callable[[StepPlan], dict[str, int]] | None = None,
+) -> BoundPlan:
     """Plan a shape for the GPU ``index`` and bind it, or return what an earlier call of this thread bound.
 
-    Kernels whose sources were edited since are loaded anew.
+    Kernels whose sources were edited since are loaded anew. ``constants`` gives the numbers that the shape
+    fixes; they are written when the plan is bound.
     """
     key = (planner, shape, index, env.flag("SDM_RT_PDL"))
     bound = _memo.plans.get(key)
-    if bound is None or not all(kernels().is_current(launch.kernel) for launch in bound.plan.kernels()):
+    if bound is None or not all(kernels().is_current(spec) for spec in bound.specs):
         plan = planner(shape, device_model(index))
         bound = _memo.plans[key] = BoundPlan(plan, device.gpu(index), current_stream(index))
+        if constants is not None:
+            bound.set(constants(plan))
     return bound

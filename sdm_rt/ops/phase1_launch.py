@@ -67,7 +67,8 @@ def phase1_on_gpu(
 ) -> Phase1:
     """Run Phase 1 of checked chunks; see `sdm_rt.ops.phase1.phase1_forward`."""
     index = k_idx.get_device()
-    bound = bound_plan(plan_phase1_forward, phase1_shape(k_idx, q_idx, k_val, g, slots), index)
+    shape = phase1_shape(k_idx, q_idx, k_val, g, slots)
+    bound = bound_plan(plan_phase1_forward, shape, index, forward_constants)
     buffers = allocate(bound.plan.buffers, k_idx.device)
     tensors = {
         **phase1_operands(k_idx, q_idx, k_val, q_val, g, lengths),
@@ -76,7 +77,6 @@ def phase1_on_gpu(
     }
     bound.set(
         {
-            **forward_constants(bound.plan),
             **pointers_of(bound.plan, tensors),
             "shared_bank": 1,  # every chunk numbers its slots from 0
             "wide": int(lengths is not None and lengths.dtype == torch.int64),

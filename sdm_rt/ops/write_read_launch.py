@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from math import gcd
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from sdm_rt import env
 from sdm_rt.errors import UnsupportedConfigurationError
+from sdm_rt.ops.bound_plans import bound_plan
 from sdm_rt.ops.checks import StreamShape
 from sdm_rt.ops.counters import device_repeats, record_dispatch
-from sdm_rt.ops.decode_launch import BANK_NAMES, device_model
-from sdm_rt.plan.bound import BoundPlan
+from sdm_rt.ops.decode_launch import BANK_NAMES
 from sdm_rt.plan.buffer import Buffer
 from sdm_rt.plan.forward import forward_constants, plan_forward
 from sdm_rt.plan.shapes import MAX_SLOTS, WriteReadShape
 from sdm_rt.plan.step_plan import StepPlan
-from sdm_rt.runtime import device
-from sdm_rt.runtime.compile import kernels
 from sdm_rt.runtime.interop import current_stream
-from sdm_rt.runtime.kernel import KernelSpec
 
 __all__ = ["BankLayout", "allocate", "forward_on_gpu", "forward_shape", "operands_of", "pointers_of"]
 
@@ -126,47 +120,6 @@ def operands_of(memory: Tensor, flat: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-@dataclass(frozen=True)
-class _Ready:
-    """A forward of one shape, bound for one thread.
-
-    Parameters
-    ----------
-    bound : BoundPlan
-        The plan with its numbers written.
-    specs : tuple of KernelSpec
-        Its kernels, to ask whether a source was edited.
-    dispatch : dict
-        What ``last_dispatch`` shows.
-    """
-
-    bound: BoundPlan
-    specs: tuple[KernelSpec, ...]
-    dispatch: dict[str, Any]
-
-
-class _Memo(threading.local):
-    def __init__(self) -> None:
-        self.ready: dict[Any, _Ready] = {}
-
-
-_memo = _Memo()
-
-
-def _ready(shape: WriteReadShape, index: int) -> _Ready:
-    """Plan and bind a shape for this thread, or return what an earlier call bound."""
-    key = (shape, index, env.flag("SDM_RT_PDL"))
-    ready = _memo.ready.get(key)
-    if ready is None or not all(kernels().is_current(spec) for spec in ready.specs):
-        plan = plan_forward(shape, device_model(index))
-        bound = BoundPlan(plan, device.gpu(index), current_stream(index))
-        bound.set(forward_constants(plan))
-        specs = tuple({launch.kernel: None for launch in plan.kernels()})
-        dispatch = {"op": "sdm_write_read", "path": "gpu", "schedule": "stepwise", "plan": plan}
-        ready = _memo.ready[key] = _Ready(bound, specs, dispatch)
-    return ready
-
-
 def allocate(buffers: tuple[Buffer, ...], device: torch.device) -> dict[str, Tensor]:
     """Return the working memory of a plan, by name, from PyTorch's allocator."""
     return {
@@ -217,8 +170,8 @@ def forward_on_gpu(
     if shape.rows == 0 or longest == 0:
         return readings
     planned = forward_shape(memory, operands, shape, longest, chunk_size, layout.alignment)
-    ready = _ready(planned, memory.get_device())
-    plan = ready.bound.plan
+    bound = bound_plan(plan_forward, planned, memory.get_device(), forward_constants)
+    plan = bound.plan
     bank = memory.detach().contiguous() if layout.copied else memory.detach()
     lengths = {name: tensor.contiguous() for name, tensor in streams.items()}
     tensors = {
@@ -229,7 +182,7 @@ def forward_on_gpu(
         **lengths,
         **allocate(plan.buffers, memory.device),
     }
-    ready.bound.set(
+    bound.set(
         {
             **pointers_of(plan, tensors),
             "row_stride": layout.row_stride,
@@ -237,11 +190,11 @@ def forward_on_gpu(
             "wide": int(any(tensor.dtype == torch.int64 for tensor in lengths.values())),
         }
     )
-    ready.bound.run(current_stream(memory.get_device()))
+    bound.run(current_stream(memory.get_device()))
     if layout.copied:
         with torch.no_grad():
             memory.copy_(bank)
     elif not memory.is_inference():
         torch.autograd.graph.increment_version(memory)
-    record_dispatch(ready.dispatch)
+    record_dispatch({"op": "sdm_write_read", "path": "gpu", "schedule": "stepwise", "plan": plan})
     return readings

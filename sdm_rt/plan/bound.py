@@ -44,6 +44,8 @@ class BoundPlan:
         if len(kernels) != len(plan.calls()):
             raise ValueError(f"{plan.name}: a plan with library calls is a reference to read, not to run")
         self.plan = plan
+        self.specs = tuple(dict.fromkeys(launch.kernel for launch in kernels))
+        """The translation units, each once."""
         self._context = driver.primary_context(gpu.index)
         self._names = {a.name for launch in kernels for a in launch.arguments} - {STEP, SLAB_STEP}
         self._missing = set(self._names)

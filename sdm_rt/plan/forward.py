@@ -5,7 +5,7 @@ from __future__ import annotations
 from sdm_rt.errors import UnsupportedConfigurationError
 from sdm_rt.plan.buffer import Buffer, total_bytes
 from sdm_rt.plan.device import DeviceModel, require_supported
-from sdm_rt.plan.launch import MAX_GRID, Argument, Dim3, Launch, pdl_defines, pointers
+from sdm_rt.plan.launch import MAX_GRID, Argument, Dim3, Launch, int32s, pdl_defines, pointers
 from sdm_rt.plan.phase1 import capacity, plan_phase1, slab_steps, sort_passes, staged_weights
 from sdm_rt.plan.shapes import WriteReadShape, dtype_bytes, kernel_index, kernel_type
 from sdm_rt.plan.shared_memory import require_backward_fits, snapshot_rows
@@ -38,10 +38,6 @@ STEPS = (
     Argument("step", "int32", step_dependent=True),
     Argument("slab_step", "int32", step_dependent=True),
 )
-
-
-def _int32(*names: str) -> tuple[Argument, ...]:
-    return tuple(Argument(name, "int32") for name in names)
 
 
 def vector_values(shape: WriteReadShape) -> int:
@@ -98,7 +94,7 @@ def _gather(shape: WriteReadShape) -> Launch:
             *pointers(*reads, "residual", "inter"),
             Argument("row_stride", "int64"),
             *STEPS,
-            *_int32("P", "T", "C", "W", "R", "S", "D", "shared_bank", "wide"),
+            *int32s("P", "T", "C", "W", "R", "S", "D", "shared_bank", "wide"),
         ),
         reads=reads,
         writes=("residual", "inter"),
@@ -142,7 +138,7 @@ def _dual_matmul(shape: WriteReadShape, triggers: bool, device: DeviceModel) -> 
         arguments=(
             *pointers(*reads, "delta", "readings", "err"),
             *STEPS,
-            *_int32("P", "T", "C", "D", "wide"),
+            *int32s("P", "T", "C", "D", "wide"),
         ),
         reads=reads,
         writes=("delta", "readings", "err"),
@@ -202,7 +198,7 @@ def _decay_write(shape: WriteReadShape, pdl: bool) -> Launch:
             *pointers("memory", *reads[1:], *writes[1:]),
             Argument("row_stride", "int64"),
             *STEPS,
-            *_int32("P", "C", "W", "S", "D", "shared_bank"),
+            *int32s("P", "C", "W", "S", "D", "shared_bank"),
         ),
         reads=reads,
         writes=writes,

@@ -11,7 +11,7 @@ from sdm_rt.plan.kernel_resources import KernelResources, kernel_resources
 from sdm_rt.plan.occupancy import Occupancy, occupancy
 from sdm_rt.runtime.kernel import KernelSpec
 
-__all__ = ["Argument", "ArgumentKind", "Dim3", "Launch", "LibraryCall", "pdl_defines", "pointers"]
+__all__ = ["Argument", "ArgumentKind", "Dim3", "Launch", "LibraryCall", "int32s", "pdl_defines", "pointers"]
 
 ArgumentKind = Literal["pointer", "int32", "int64", "float32"]
 Dim3 = tuple[int, int, int]
@@ -51,6 +51,11 @@ class Argument:
 def pointers(*names: str) -> tuple[Argument, ...]:
     """Return pointer arguments of these names."""
     return tuple(Argument(name, "pointer") for name in names)
+
+
+def int32s(*names: str) -> tuple[Argument, ...]:
+    """Return int32 arguments of these names."""
+    return tuple(Argument(name, "int32") for name in names)
 
 
 def pdl_defines(waits: bool, triggers: bool = False) -> tuple[tuple[str, str], ...]:

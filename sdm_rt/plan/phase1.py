@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from sdm_rt.plan.buffer import Buffer
 from sdm_rt.plan.device import DeviceModel
 from sdm_rt.plan.kernel_resources import kernel_resources
-from sdm_rt.plan.launch import Argument, Launch, pointers
+from sdm_rt.plan.launch import Argument, Launch, int32s, pointers
 from sdm_rt.plan.shapes import WriteReadShape, dtype_bytes, kernel_index, kernel_type
 from sdm_rt.plan.tiling import ceil_div
 from sdm_rt.runtime.kernel import KernelSpec
@@ -53,10 +53,6 @@ SOLVE_KERNEL = KernelSpec("solve.cu", ("solve",))
 SORT_ITEMS = {4: "unsigned", 8: "unsigned long long"}
 
 _SLAB = Argument("slab_step", "int32", step_dependent=True)
-
-
-def _int32(*names: str) -> tuple[Argument, ...]:
-    return tuple(Argument(name, "int32") for name in names)
 
 
 @dataclass(frozen=True)
@@ -166,8 +162,8 @@ def _sort(shape: WriteReadShape, chunks: int, device: DeviceModel) -> tuple[Laun
         arguments=(
             *pointers("k_idx", "q_idx", "lengths", "cu_seqlens", "sort_scratch", "payload"),
             _SLAB,
-            *_int32("slab_chunks", "P", "T", "C", "W", "R", "S", "shared_bank", "wide"),
-            *_int32("digit_bits", "passes"),
+            *int32s("slab_chunks", "P", "T", "C", "W", "R", "S", "shared_bank", "wide"),
+            *int32s("digit_bits", "passes"),
         ),
         reads=("k_idx", "q_idx", "lengths", "cu_seqlens", "sort_scratch"),
         writes=("sort_scratch", "payload"),
@@ -203,7 +199,7 @@ def _scan(shape: WriteReadShape, chunks: int) -> Launch:
         arguments=(
             *pointers(*inputs, *logs, *results),
             _SLAB,
-            *_int32("P", "T", "C", "W", "R", "S", "gates", "shared_bank", "wide", "staged"),
+            *int32s("P", "T", "C", "W", "R", "S", "gates", "shared_bank", "wide", "staged"),
         ),
         reads=(*inputs, "slots", "places", "totals", "write_entries"),
         writes=(*logs, *results),
@@ -228,7 +224,7 @@ def _gram(shape: WriteReadShape, chunks: int) -> Launch:
         arguments=(
             *pointers(*inputs, "a", "qk"),
             _SLAB,
-            *_int32("P", "T", "C", "W", "R", "wide"),
+            *int32s("P", "T", "C", "W", "R", "wide"),
         ),
         reads=inputs,
         writes=("a", "qk"),
@@ -254,7 +250,7 @@ def plan_solve(chunks: int, chunk: int) -> Launch:
         entry="solve",
         grid=(chunks, ceil_div(chunk, SOLVE_PANEL), 1),
         block=(SOLVE_THREADS, 1, 1),
-        arguments=(*pointers("a", "qk", "strength", "x", "qx"), *_int32("C")),
+        arguments=(*pointers("a", "qk", "strength", "x", "qx"), *int32s("C")),
         reads=("a", "qk", "strength"),
         writes=("x", "qx"),
         bytes_moved=moved,

@@ -192,7 +192,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 2)
                 const int at = column + l * 32 * VECTOR;
                 if (at >= D) continue;
                 float change[VECTOR];
-                load_floats(delta + static_cast<long long>(term.token) * D + at, change);
+                load_floats(delta + static_cast<long long>(term.token()) * D + at, change);
 #pragma unroll
                 for (int c = 0; c < VECTOR; ++c) value[l][c] = fmaf(term.weight, change[c], value[l][c]);
             }

@@ -27,14 +27,14 @@ static __device__ __forceinline__ int payload_row(int C, int W, int R) {
     return (C * (W + R) + 15) & ~15;
 }
 
-// A valid K entry in sorted order: its L, its weight, its token.
-struct __align__(16) WriteEntry {
+// A valid entry in sorted order, among the K or the Q entries of its chunk: its L, its weight, its token.
+struct __align__(16) EntryRecord {
     long long fixed;
     float weight;
     unsigned packed;  // token (8 bits), erasures (12), NaNs (12)
 
-    static __device__ __forceinline__ WriteEntry of(LogDecay l, float weight, int token) {
-        return WriteEntry{l.fixed, weight, static_cast<unsigned>(token | l.erasures << 8 | l.nans << 20)};
+    static __device__ __forceinline__ EntryRecord of(LogDecay l, float weight, int token) {
+        return EntryRecord{l.fixed, weight, static_cast<unsigned>(token | l.erasures << 8 | l.nans << 20)};
     }
     __device__ __forceinline__ int token() const {
         return packed & 0xff;
@@ -65,10 +65,28 @@ struct __align__(16) Partners {
     }
 };
 
-// What a K entry adds to its row when the chunk is written: k_val exp(rex) delta[token].
-struct __align__(8) WriteTerm {
-    float weight;
-    int token;
+// A K entry, in sorted order: what it adds to its row when the chunk is written, k_val exp(rex) delta[token], and what
+// it takes of the row before, k_eff.
+struct __align__(16) WriteTerm {
+    float weight;  // k_val exp(rex)
+    float k_eff;
+    int code;  // lane and token, as in the payload
+    int slot;  // its SlotRecord
+
+    __device__ __forceinline__ int token() const {
+        return entry_token(code);
+    }
+};
+
+// A Q entry, in sorted order: what it reads, q_w M[slot], and the K entries of its slot up to its own place.
+struct __align__(16) ReadTerm {
+    float q_w;
+    int code;
+    int first_write, writes;  // K entries first_write .. first_write + writes in sorted order
+
+    __device__ __forceinline__ int token() const {
+        return entry_token(code);
+    }
 };
 
 // A slot that the chunk writes: its K entries are first .. first + count in sorted order.
@@ -77,4 +95,12 @@ struct __align__(16) SlotRecord {
     int first;
     int count;
     float cpe;  // exp(tot)
+};
+
+// A slot that the chunk reads: its Q entries are first .. first + count in sorted order.
+struct __align__(16) ReadSlot {
+    int slot;
+    int first;
+    int count;
+    int unused;
 };

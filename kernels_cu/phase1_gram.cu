@@ -20,7 +20,7 @@
 #define ALL 0xffffffffu
 
 extern "C" __global__ void __launch_bounds__(32 * ROWS)
-    phase1_gram(const int* partner_at, const Partners* partners, const WriteEntry* write_entries, const BANK* k_val,
+    phase1_gram(const int* partner_at, const Partners* partners, const EntryRecord* write_entries, const BANK* k_val,
                 const BANK* q_val, const void* lengths, const void* cu_seqlens, float* a, float* qk, int slab_step,
                 int P, int T, int C, int W, int R, int wide) {
     float* const rows = ptx::dynamic_shared<float>();  // [ROWS, C]
@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(32 * ROWS)
                     int token = C;
                     float term = 0.0f;
                     if (first + thread < range.end()) {
-                        const WriteEntry entry = write_entries[first + thread];
+                        const EntryRecord entry = write_entries[first + thread];
                         token = entry.token();
                         if (token <= last) term = weight * entry.weight * exp_of(l - entry.log());
                     }

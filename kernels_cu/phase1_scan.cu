@@ -15,11 +15,14 @@
 //         may be null.
 //         Records in sorted order: write_entries, write_terms [chunks, C W], of K entries; slots [chunks,
 //         min(C W, S)], slot_count [chunks]; partners [chunks, C (W + R)], of those entries alone that meet a write of
-//         their token or an earlier one, and partner_at [chunks, C, W + R], where (-1: it meets none). places [chunks,
-//         C W] and totals [chunks, min(C W, S)] are scratch. Adds to repeats[0] the K entries that repeat a slot of
-//         their token.
+//         their token or an earlier one, and partner_at [chunks, C, W + R], where (-1: it meets none). totals [chunks,
+//         min(C W, S)] is scratch. Adds to repeats[0] the K entries that repeat a slot of their token.
+//         For a backward, else null: write_weight [chunks, C, W] (k_val exp(rex)); read_entries, read_terms [chunks,
+//         C R], of Q entries; read_slots [chunks, min(C R, S)], read_slot_count [chunks]; slot_reads [chunks,
+//         min(C W, S)], the first of the Q entries of each written slot and how many.
 // Shared  static: warp sums. Dynamic, with `staged`: the weights of the chunk, C (W + R) floats, on their way from
-//         sorted to input order: scattered words of many chunks would each cost a memory sector.
+//         sorted to input order (k_eff and q_w, then write_weight): scattered words of many chunks would each cost a
+//         memory sector.
 #include "chunk.cuh"
 #include "entries.cuh"
 
@@ -27,11 +30,11 @@
 #define WARPS (THREADS / 32)
 #define ALL 0xffffffffu
 
-// The running sum of one slot: its log-decay and its K entries so far. `head` tells that the slot began inside.
+// The running sum of one slot: its log-decay, its K and Q entries so far. `head` tells that the slot began inside.
 struct Run {
     long long fixed;
     int erasures, nans;
-    int writes;
+    int writes, reads;
     int head;
 
     __device__ __forceinline__ LogDecay log() const {
@@ -40,25 +43,31 @@ struct Run {
 };
 static __device__ __forceinline__ Run operator+(Run a, Run b) {
     if (b.head) return b;
-    return Run{a.fixed + b.fixed, a.erasures + b.erasures, a.nans + b.nans, a.writes + b.writes, a.head};
+    return Run{a.fixed + b.fixed,   a.erasures + b.erasures, a.nans + b.nans,
+               a.writes + b.writes, a.reads + b.reads,       a.head};
 }
-// Counts and flag travel in two words: at most 256 erasures, 256 NaNs and 65,536 writes.
+// Counts and flag travel in three words: at most 256 erasures, 256 NaNs, 65,536 writes and as many reads.
 static __device__ __forceinline__ Run shuffle_up(Run x, int distance) {
     const int marks = __shfl_up_sync(ALL, x.erasures | x.nans << 10 | x.head << 20, distance);
-    return Run{__shfl_up_sync(ALL, x.fixed, distance), marks & 0x3ff, marks >> 10 & 0x3ff,
-               __shfl_up_sync(ALL, x.writes, distance), marks >> 20};
+    return Run{__shfl_up_sync(ALL, x.fixed, distance),
+               marks & 0x3ff,
+               marks >> 10 & 0x3ff,
+               __shfl_up_sync(ALL, x.writes, distance),
+               __shfl_up_sync(ALL, x.reads, distance),
+               marks >> 20};
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     phase1_scan(const int* payload, const INDEX* k_idx, const INDEX* q_idx, const BANK* k_val, const BANK* q_val,
                 const float* g, const float* beta, const void* lengths, const void* cu_seqlens, float* log_k,
                 float* log_q, float* rex, float* cpe, float* k_eff, float* q_w, unsigned char* flags, float* strength,
-                WriteEntry* write_entries, WriteTerm* write_terms, Partners* partners, int* partner_at,
-                SlotRecord* slots, int* slot_count, int2* places, LogDecay* totals, unsigned long long* repeats,
-                int slab_step, int P, int T, int C, int W, int R, int S, int gates, int shared_bank, int wide,
-                int staged) {
+                EntryRecord* write_entries, WriteTerm* write_terms, Partners* partners, int* partner_at,
+                SlotRecord* slots, int* slot_count, LogDecay* totals, unsigned long long* repeats, float* write_weight,
+                EntryRecord* read_entries, ReadTerm* read_terms, ReadSlot* read_slots, int* read_slot_count,
+                int2* slot_reads, int slab_step, int P, int T, int C, int W, int R, int S, int gates, int shared_bank,
+                int wide, int staged) {
     __shared__ Run run_sums[WARPS];
-    __shared__ int write_sums[WARPS], slot_sums[WARPS];
+    __shared__ int write_sums[WARPS], slot_sums[WARPS], read_slot_sums[WARPS];
     const long long n = blockIdx.x;
     if (n >= chunks_of_slab(slab_step, gridDim.x, P, T, C)) return;
     const Chunk chunk = chunk_at(static_cast<long long>(slab_step) * P + n, P, T, C, lengths, cu_seqlens, wide);
@@ -68,6 +77,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const unsigned lanes_before = (1u << lane_of_warp) - 1;
     const long long k_base = n * C * W, q_base = n * C * R;
     const long long slot_base = n * min(static_cast<long long>(C) * W, static_cast<long long>(S));
+    const long long read_slot_base = n * min(static_cast<long long>(C) * R, static_cast<long long>(S));
+    const bool backward = write_weight != nullptr;
     payload += n * payload_row(C, W, R);
     partners += n * entries;
     partner_at += n * entries;
@@ -78,8 +89,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int i = threadIdx.x; i < C; i += THREADS)
         strength[n * C + i] = i < chunk.tokens ? ptx::load_readonly(beta + chunk.first_row + i) : 0.0f;
 
-    Run carry{0, 0, 0, 0, 0};  // of the tiles before, the same in every thread
-    int writes_before = 0, slots_before = 0;
+    Run carry{0, 0, 0, 0, 0, 0};  // of the tiles before, the same in every thread
+    int writes_before = 0, slots_before = 0, read_slots_before = 0;
     int code = threadIdx.x < entries ? ptx::load_readonly(payload + threadIdx.x) : 0;
     for (int tile = 0; tile < entries; tile += THREADS) {
         const int at = tile + threadIdx.x;
@@ -91,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         float value = 0.0f;
         if (valid) value = to_float(query ? q_val[row * R + lane] : k_val[row * W + lane]);
 
-        Run run{0, 0, 0, write ? 1 : 0, valid && (code & IS_HEAD) ? 1 : 0};
+        Run run{0, 0, 0, write ? 1 : 0, valid && query ? 1 : 0, valid && (code & IS_HEAD) ? 1 : 0};
         if (valid && (code & IS_OWNER)) {
             const LogDecay x = gate_decay(ptx::load_readonly(gates == 1 ? g + row : g + row * W + lane));
             run.fixed = x.fixed, run.erasures = x.erasures, run.nans = x.nans;
@@ -110,16 +121,22 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         }
         carry = before;
 
-        const bool first_write = write && run.writes == 1;
+        const bool first_write = write && run.writes == 1, first_read = valid && query && run.reads == 1;
         const unsigned write_votes = __ballot_sync(ALL, write), slot_votes = __ballot_sync(ALL, first_write);
-        if (lane_of_warp == 0) write_sums[warp] = __popc(write_votes), slot_sums[warp] = __popc(slot_votes);
+        const unsigned read_slot_votes = __ballot_sync(ALL, first_read);
+        if (lane_of_warp == 0) {
+            write_sums[warp] = __popc(write_votes), slot_sums[warp] = __popc(slot_votes);
+            read_slot_sums[warp] = __popc(read_slot_votes);
+        }
         __syncthreads();
         int k = writes_before + __popc(write_votes & lanes_before);  // K entries before this one
         int slot = slots_before + __popc(slot_votes & lanes_before) + (first_write ? 1 : 0) - 1;
+        int read_slot = read_slots_before + __popc(read_slot_votes & lanes_before) + (first_read ? 1 : 0) - 1;
         for (int w = 0; w < WARPS; ++w) {
-            if (w < warp) k += write_sums[w], slot += slot_sums[w];
+            if (w < warp) k += write_sums[w], slot += slot_sums[w], read_slot += read_slot_sums[w];
             writes_before += write_sums[w];
             slots_before += slot_sums[w];
+            read_slots_before += read_slot_sums[w];
         }
 
         const LogDecay l = run.log();
@@ -140,17 +157,27 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 partners[at] = Partners::of(l, first, run.writes);
                 partner_at[token * (W + R) + (query ? W : 0) + lane] = at;
             }
+            const int first_query = at + 1 - (k + (write ? 1 : 0)) - run.reads;
             if (write) {
-                write_entries[k_base + k] = WriteEntry::of(l, value, token);
-                places[k_base + k] = make_int2(token | lane << TOKEN_SHIFT, slot);
+                write_entries[k_base + k] = EntryRecord::of(l, value, token);
+                write_terms[k_base + k] = WriteTerm{0.0f, weight, code & (LANE_MASK | TOKEN_MASK << TOKEN_SHIFT), slot};
                 if (!(code & IS_OWNER)) atomicAdd(repeats, 1ull);
+            } else if (valid && backward) {
+                read_entries[q_base + at - k] = EntryRecord::of(l, value, token);
+                read_terms[q_base + at - k] =
+                    ReadTerm{weight, code & (LANE_MASK | TOKEN_MASK << TOKEN_SHIFT), first, run.writes};
             }
             const bool last = !(after & IS_VALID) || (after & IS_HEAD);
-            if (valid && last && run.writes > 0) {
+            if (valid && last) {
                 const long long index = query ? q_idx[row * R + lane] : k_idx[row * W + lane];
-                slots[slot_base + slot] =
-                    SlotRecord{static_cast<int>(index - first_slot), first, run.writes, exp_of(l)};
-                totals[slot_base + slot] = l;
+                const int place = static_cast<int>(index - first_slot);
+                if (run.writes > 0) {
+                    slots[slot_base + slot] = SlotRecord{place, first, run.writes, exp_of(l)};
+                    totals[slot_base + slot] = l;
+                    if (backward) slot_reads[slot_base + slot] = make_int2(first_query, run.reads);
+                }
+                if (backward && run.reads > 0)
+                    read_slots[read_slot_base + read_slot] = ReadSlot{place, first_query, run.reads, 0};
             }
         }
         code = upcoming;
@@ -158,21 +185,34 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
 
     if (threadIdx.x == 0) slot_count[n] = slots_before;
+    if (threadIdx.x == 0 && backward) read_slot_count[n] = read_slots_before;
     if (staged) {
         for (int i = threadIdx.x; i < C * W; i += THREADS) k_eff[k_base + i] = k_out[i];
         for (int i = threadIdx.x; i < C * R; i += THREADS) q_w[q_base + i] = q_out[i];
     }
+    float* const weight_out = staged ? k_out : write_weight + k_base;
+    if (backward) {
+        __syncthreads();
+        for (int i = threadIdx.x; i < C * W; i += THREADS) weight_out[i] = 0.0f;
+        __syncthreads();
+    }
     for (int k = threadIdx.x; k < writes_before; k += THREADS) {
-        const int2 place = places[k_base + k];
-        const WriteEntry entry = write_entries[k_base + k];
-        const LogDecay rest = totals[slot_base + place.y] - entry.log();
-        const int token = place.x & TOKEN_MASK;
-        write_terms[k_base + k] = WriteTerm{entry.weight * exp_of(rest), token};
+        WriteTerm term = write_terms[k_base + k];
+        const EntryRecord entry = write_entries[k_base + k];
+        const LogDecay rest = totals[slot_base + term.slot] - entry.log();
+        term.weight = entry.weight * exp_of(rest);
+        write_terms[k_base + k] = term;
+        const int in_chunk = term.token() * W + entry_lane(term.code);
+        if (backward) weight_out[in_chunk] = term.weight;
         if (rex == nullptr && cpe == nullptr && flags == nullptr) continue;
-        const long long out = k_base + token * W + (place.x >> TOKEN_SHIFT);
+        const long long out = k_base + in_chunk;
         if (rex != nullptr) rex[out] = log_of(rest);
-        const SlotRecord slot = slots[slot_base + place.y];
+        const SlotRecord slot = slots[slot_base + term.slot];
         if (cpe != nullptr) cpe[out] = slot.cpe;
         if (flags != nullptr) flags[out] = (k == slot.first + slot.count - 1 ? 1 : 0) | (slot.count == 1 ? 2 : 0);
+    }
+    if (backward && staged) {
+        __syncthreads();
+        for (int i = threadIdx.x; i < C * W; i += THREADS) write_weight[k_base + i] = k_out[i];
     }
 }

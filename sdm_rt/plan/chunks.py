@@ -7,14 +7,14 @@ from typing import Any
 
 from sdm_rt.plan.buffer import Buffer
 from sdm_rt.plan.device import DeviceModel, require_supported
-from sdm_rt.plan.phase1 import plan_phase1, plan_solve
+from sdm_rt.plan.phase1 import OF_THE_BACKWARD, plan_phase1, plan_solve
 from sdm_rt.plan.shapes import MAX_CHUNK, WriteReadShape
 from sdm_rt.plan.step_plan import StepPlan
 
 __all__ = ["SolveShape", "plan_chunk_solve", "plan_phase1_forward"]
 
-# What Phase 1 of a write-read call keeps for others than the caller of `phase1_forward`.
-_OF_THE_SOLVE = ("x", "qx")
+# What Phase 1 of a write-read call makes for others than the caller of `phase1_forward`.
+_LEFT_OUT = ("x", "qx", *OF_THE_BACKWARD)
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def plan_phase1_forward(shape: WriteReadShape, device: DeviceModel) -> StepPlan:
         Buffer("log_q", "float32", (shape.streams, shape.chunk, shape.reads), kept=True),
         Buffer("flags", "uint8", writes, kept=True),
     )
-    needed = tuple(buffer for buffer in phase1.buffers if buffer.name not in _OF_THE_SOLVE)
+    needed = tuple(buffer for buffer in phase1.buffers if buffer.name not in _LEFT_OUT)
     return StepPlan(
         "phase1_forward",
         device,

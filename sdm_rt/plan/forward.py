@@ -6,7 +6,7 @@ from sdm_rt.errors import UnsupportedConfigurationError
 from sdm_rt.plan.buffer import Buffer, total_bytes
 from sdm_rt.plan.device import DeviceModel, require_supported
 from sdm_rt.plan.launch import MAX_GRID, Argument, Dim3, Launch, int32s, pdl_defines, pointers
-from sdm_rt.plan.phase1 import capacity, plan_phase1, slab_steps, sort_passes, staged_weights
+from sdm_rt.plan.phase1 import RECORD_BYTES, capacity, plan_phase1, slab_steps, sort_passes, staged_weights
 from sdm_rt.plan.shapes import WriteReadShape, dtype_bytes, kernel_index, kernel_type
 from sdm_rt.plan.shared_memory import require_backward_fits, snapshot_rows
 from sdm_rt.plan.step_plan import StepPlan
@@ -183,7 +183,7 @@ def _decay_write(shape: WriteReadShape, pdl: bool) -> Launch:
     slots = capacity(shape)
     floor = shape.write_rows * shape.row_bytes
     kept = shape.write_rows * shape.snapshot_row_bytes if shape.training else 0
-    small = shape.write_rows * 16 + shape.step_tokens * (8 * shape.writes + 4 * shape.head_dim)
+    small = shape.write_rows * RECORD_BYTES + shape.step_tokens * (RECORD_BYTES * shape.writes + 4 * shape.head_dim)
     whole_rows = shape.training and shape.snapshot in ("fp8", "int4")  # one scale a row
     slices = 1 if whole_rows else ceil_div(shape.head_dim, slice_columns)
     reads = ("memory", "delta", "slots", "slot_count", "write_terms")

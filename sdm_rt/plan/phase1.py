@@ -17,11 +17,14 @@ from sdm_rt.plan.tiling import ceil_div
 from sdm_rt.runtime.kernel import KernelSpec
 
 __all__ = [
+    "OF_THE_BACKWARD",
+    "RECORD_BYTES",
     "Phase1",
     "capacity",
     "phase1_kernels",
     "plan_phase1",
     "plan_solve",
+    "read_capacity",
     "slab_steps",
     "sort_passes",
     "staged_weights",
@@ -41,12 +44,17 @@ SOLVE_PANEL = 64  # columns of X a block
 SOLVE_THREADS = SOLVE_TILE * SOLVE_PANEL // 4
 SLAB_BYTES = 128 * 2**20
 
-WRITE_ENTRY_BYTES = 16
-WRITE_TERM_BYTES = 8
-PARTNERS_BYTES = 16
-SLOT_RECORD_BYTES = 16
-PLACE_BYTES = 8
-LOG_DECAY_BYTES = 16
+RECORD_BYTES = 16  # of an entry, a term, a slot, partners or a log-decay (kernels_cu/entries.cuh)
+
+# What the scan keeps for a backward alone.
+OF_THE_BACKWARD = (
+    "write_weight",
+    "read_entries",
+    "read_terms",
+    "read_slots",
+    "read_slot_count",
+    "slot_reads",
+)
 
 SOLVE_KERNEL = KernelSpec("solve.cu", ("solve",))
 
@@ -74,6 +82,11 @@ class Phase1:
 def capacity(shape: WriteReadShape) -> int:
     """Return the most slots that a chunk writes: min(C W, S)."""
     return min(shape.chunk * shape.writes, shape.slots)
+
+
+def read_capacity(shape: WriteReadShape) -> int:
+    """Return the most slots that a chunk reads: min(C R, S)."""
+    return min(shape.chunk * shape.reads, shape.slots)
 
 
 def slab_steps(shape: WriteReadShape, device: DeviceModel) -> int:
@@ -110,21 +123,29 @@ def _buffers(shape: WriteReadShape, chunks: int) -> tuple[Buffer, ...]:
     C, W, R, slots = shape.chunk, shape.writes, shape.reads, capacity(shape)
     lanes = C * (W + R)
     kept = shape.training
+    backward = (
+        Buffer("write_weight", "float32", (chunks, C, W), kept=True),
+        Buffer("read_entries", "uint8", (chunks, C * R, RECORD_BYTES), kept=True),
+        Buffer("read_terms", "uint8", (chunks, C * R, RECORD_BYTES), kept=True),
+        Buffer("read_slots", "uint8", (chunks, read_capacity(shape), RECORD_BYTES), kept=True),
+        Buffer("read_slot_count", "int32", (chunks,), kept=True),
+        Buffer("slot_reads", "int32", (chunks, slots, 2), kept=True),
+    )
     return (
-        Buffer("payload", "int32", (chunks, ceil_div(lanes, 16) * 16), kept),
-        Buffer("k_eff", "float32", (chunks, C, W), kept),
-        Buffer("q_w", "float32", (chunks, C, R), kept),
+        Buffer("payload", "int32", (chunks, ceil_div(lanes, 16) * 16)),
+        Buffer("k_eff", "float32", (chunks, C, W)),
+        Buffer("q_w", "float32", (chunks, C, R)),
         Buffer("strength", "float32", (chunks, C), kept),
-        Buffer("write_entries", "uint8", (chunks, C * W, WRITE_ENTRY_BYTES)),
-        Buffer("write_terms", "uint8", (chunks, C * W, WRITE_TERM_BYTES), kept),
-        Buffer("partners", "uint8", (chunks, lanes, PARTNERS_BYTES)),
+        Buffer("write_entries", "uint8", (chunks, C * W, RECORD_BYTES), kept),
+        Buffer("write_terms", "uint8", (chunks, C * W, RECORD_BYTES), kept),
+        Buffer("partners", "uint8", (chunks, lanes, RECORD_BYTES)),
         Buffer("partner_at", "int32", (chunks, C, W + R)),
-        Buffer("slots", "uint8", (chunks, slots, SLOT_RECORD_BYTES), kept),
+        Buffer("slots", "uint8", (chunks, slots, RECORD_BYTES), kept),
         Buffer("slot_count", "int32", (chunks,), kept),
-        Buffer("places", "uint8", (chunks, C * W, PLACE_BYTES)),
-        Buffer("totals", "uint8", (chunks, slots, LOG_DECAY_BYTES)),
+        Buffer("totals", "uint8", (chunks, slots, RECORD_BYTES)),
         *(Buffer(name, "float32", (chunks, C, C)) for name in ("a", "qk")),
         *(Buffer(name, "float32", (chunks, C, C), kept) for name in ("x", "qx")),
+        *(backward if kept else ()),
     )
 
 
@@ -185,11 +206,13 @@ def _scan(shape: WriteReadShape, chunks: int) -> Launch:
     inputs = ("payload", "k_idx", "q_idx", "k_val", "q_val", "g", "beta", "lengths", "cu_seqlens")
     logs = ("log_k", "log_q", "rex", "cpe")
     sorted_records = ("write_entries", "write_terms", "partners", "partner_at")
-    records = (*sorted_records, "slots", "slot_count", "places", "totals")
-    results = ("k_eff", "q_w", "flags", "strength", *records, "repeats")
-    entry = 4 + dtype_bytes(shape.bank_dtype) + 4 + PARTNERS_BYTES
-    moved = chunks * C * ((W + R) * entry + W * (WRITE_ENTRY_BYTES + WRITE_TERM_BYTES + PLACE_BYTES))
-    moved += chunks * capacity(shape) * (SLOT_RECORD_BYTES + LOG_DECAY_BYTES)
+    records = (*sorted_records, "slots", "slot_count", "totals")
+    results = ("k_eff", "q_w", "flags", "strength", *records, "repeats", *OF_THE_BACKWARD)
+    entry = 4 + dtype_bytes(shape.bank_dtype) + 4 + RECORD_BYTES
+    moved = chunks * C * ((W + R) * entry + 2 * RECORD_BYTES * W)
+    moved += chunks * capacity(shape) * 2 * RECORD_BYTES
+    if shape.training:
+        moved += chunks * (C * (4 * W + 2 * RECORD_BYTES * R) + read_capacity(shape) * RECORD_BYTES)
     return Launch(
         name="phase1_scan",
         kernel=phase1_kernels(shape)["phase1_scan"],
@@ -201,7 +224,7 @@ def _scan(shape: WriteReadShape, chunks: int) -> Launch:
             _SLAB,
             *int32s("P", "T", "C", "W", "R", "S", "gates", "shared_bank", "wide", "staged"),
         ),
-        reads=(*inputs, "slots", "places", "totals", "write_entries"),
+        reads=(*inputs, "slots", "totals", "write_entries", "write_terms"),
         writes=(*logs, *results),
         bytes_moved=moved,
         floor_bytes=moved,

@@ -69,19 +69,56 @@ def check_order(payload: Tensor, want: Phase1Reference) -> None:
         assert int(owner[i]) == (entry.gate is not None)
 
 
+def records(got: dict[str, Any], name: str, n: int, count: int) -> Tensor:
+    """The first ``count`` records of a chunk as int32 [count, 4]."""
+    words: Tensor = got[name][n].view(torch.int32)
+    return words[:count]
+
+
 def check_records(got: dict[str, Any], n: int, want: Phase1Reference) -> None:
-    slots = got["slots"][n].view(torch.int32)  # [slots, 4]: slot, first, count, bits of cpe
+    """The records in sorted order: written slots and K entries, read slots and Q entries."""
     assert int(got["slot_count"][n]) == len(want.slots)
-    found = slots[: len(want.slots)]
+    found = records(got, "slots", n, len(want.slots))  # slot, first, count, bits of cpe
     assert [tuple(row) for row in found[:, :3].tolist()] == want.slots
     if want.slots:
-        decay = found[:, 3].contiguous().view(torch.float32)
-        close("cpe of a slot", decay, torch.tensor(want.slot_decay, dtype=torch.float64), CLOSE)
-        terms = got["write_terms"][n].view(torch.int32)[: len(want.write_terms)]  # [entries, 2]
-        weights = terms[:, 0].contiguous().view(torch.float32)
-        expected = torch.tensor([weight for weight, _ in want.write_terms], dtype=torch.float64)
-        close("weight of a write", weights, expected, CLOSE)
-        assert terms[:, 1].tolist() == [token for _, token in want.write_terms]
+        close("cpe of a slot", floats(found[:, 3]), torch.tensor(want.slot_decay).double(), CLOSE)
+    writes = [entry for entry in want.entries if not entry.query]
+    reads = [entry for entry in want.entries if entry.query]
+    K = tuple(torch.tensor([(e.token, e.lane) for e in writes], dtype=torch.int64).reshape(-1, 2).T)
+    Q = tuple(torch.tensor([(e.token, e.lane) for e in reads], dtype=torch.int64).reshape(-1, 2).T)
+    terms = records(got, "write_terms", n, len(writes))  # bits of weight and of k_eff, code, slot
+    expected = torch.tensor([weight for weight, _ in want.write_terms], dtype=torch.float64)
+    close("weight of a write", floats(terms[:, 0]), expected, CLOSE)
+    close("weight of a write by token", got["write_weight"][n][K], expected, CLOSE)
+    close("k_eff", floats(terms[:, 1]), want.k_eff[K], CLOSE)
+    assert terms[:, 2].tolist() == [entry.token << 8 | entry.lane for entry in writes]
+    written = [slot for slot, _, _ in want.slots]
+    assert terms[:, 3].tolist() == [written.index(entry.slot) for entry in writes]
+    terms = records(got, "read_terms", n, len(reads))  # bits of q_w, code, first_write, writes
+    close("q_w", floats(terms[:, 0]), want.q_w[Q], CLOSE)
+    assert terms[:, 1].tolist() == [entry.token << 8 | entry.lane for entry in reads]
+    for row, entry in zip(terms.tolist(), reads, strict=True):
+        earlier = [k for k, e in enumerate(writes) if e.slot == entry.slot and e.token <= entry.token]
+        assert list(range(row[2], row[2] + row[3])) == earlier
+    for name, entries in (("write_entries", writes), ("read_entries", reads)):
+        found = records(got, name, n, len(entries))  # two words of L, bits of the weight, token and counts
+        weights = torch.tensor([entry.weight for entry in entries], dtype=torch.float64)
+        close(name, floats(found[:, 2]), weights, CLOSE)
+        assert (found[:, 3] & 0xFF).tolist() == [entry.token for entry in entries]
+    slots = list(dict.fromkeys(entry.slot for entry in reads))
+    spans = {
+        slot: ([e.slot for e in reads].index(slot), sum(e.slot == slot for e in reads)) for slot in slots
+    }
+    assert int(got["read_slot_count"][n]) == len(slots)
+    found = records(got, "read_slots", n, len(slots))
+    assert [tuple(row) for row in found[:, :3].tolist()] == [(slot, *spans[slot]) for slot in slots]
+    for row, slot in zip(got["slot_reads"][n].tolist(), written, strict=False):
+        assert row[1] == spans.get(slot, (0, 0))[1]
+        assert row[1] == 0 or row[0] == spans[slot][0]
+
+
+def floats(words: Tensor) -> Tensor:
+    return words.contiguous().view(torch.float32)
 
 
 def check(backend: Backend, problem: Problem, chunk: int) -> None:

@@ -110,16 +110,32 @@ class Gradients:
 class Saved:
     """What a backward needs beside the inputs, in time order.
 
+    There is room for all N rows of the token tensors; with padding, the rows behind the last token are 0.
+
     Parameters
     ----------
     rows : RowSnapshot
         The written rows before each token, W a token.
     error : Tensor
-        v - r, [tokens, D], in the dtype of the sums.
+        v - r, [N, D], in the dtype of the sums.
     """
 
     rows: RowSnapshot
     error: Tensor
+
+    @classmethod
+    def empty(cls, mode: str, tokens: int, writes: int, bank: Tensor) -> Saved:
+        """Return room for ``tokens`` tokens of a call on ``bank``."""
+        return cls(
+            RowSnapshot.empty(mode, tokens * writes, bank),
+            torch.empty(tokens, bank.shape[1], dtype=sum_dtype(bank), device=bank.device),
+        )
+
+    def clear_behind(self, tokens: int) -> None:
+        """Set to 0 what lies behind the first ``tokens`` tokens."""
+        rows = self.error.shape[0]
+        for tensor in (self.rows.payload, self.rows.scale, self.error):
+            tensor[tokens * (tensor.shape[0] // max(rows, 1)) :].zero_()
 
 
 def sum_dtype(bank: Tensor) -> torch.dtype:
@@ -237,11 +253,8 @@ def advance(
     readings = bank.new_zeros(tokens.k_idx.shape[0], columns)
     saved = None
     if snapshot_quant is not None:
-        count = streams.num_tokens
-        saved = Saved(
-            RowSnapshot.empty(snapshot_quant, count * writes, bank),
-            torch.empty(count, columns, dtype=sum_dtype(bank), device=bank.device),
-        )
+        saved = Saved.empty(snapshot_quant, tokens.k_idx.shape[0], writes, bank)
+        saved.clear_behind(streams.num_tokens)
     repeats = done = 0
     for slab in _slabs(bank, tokens, streams, backwards=False):
         repeats += slab.repeats
@@ -306,7 +319,7 @@ def retreat(
             for width in (writes, columns, 1, writes, reads)
         )
     )
-    end = saved.error.shape[0]
+    end = streams.num_tokens
     for slab in _slabs(bank, tokens, streams, backwards=True):
         # index_add_ wakes every thread for a few rows, which takes milliseconds where cores are busy.
         distinct = slab.reads_are_distinct

@@ -106,7 +106,7 @@ def _elements_overlap(memory: Tensor) -> bool:
         return False
     if (rows > 1 and a == 0) or (columns > 1 and b == 0):
         return True
-    if rows == 1 or columns == 1:
+    if rows == 1 or columns == 1 or a > b * (columns - 1) or b > a * (rows - 1):
         return False
     divisor = gcd(a, b)
     return rows > b // divisor and columns > a // divisor

@@ -2,138 +2,20 @@
 
 from __future__ import annotations
 
-import weakref
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, ClassVar, Literal, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
 from sdm_rt import env
-from sdm_rt.cpu.recurrence import Saved, Streams, Tokens, advance, retreat, sum_dtype
-from sdm_rt.cpu.snapshot import RowSnapshot
 from sdm_rt.ops import checks
-from sdm_rt.ops.counters import count_repeats, record_dispatch
-from sdm_rt.ops.write_read_launch import forward_on_gpu
+from sdm_rt.ops.library import is_traced
+from sdm_rt.ops.write_read_autograd import write_read_in_place, write_read_with_final_bank
+from sdm_rt.ops.write_read_call import WriteReadCall, check_values, needs_backward
+from sdm_rt.ops.write_read_operators import traced_write_read
+from sdm_rt.ops.write_read_paths import path_of
 
 __all__ = ["sdm_write_read"]
-
-
-class _InplaceCall:
-    """The place of one in-place call in the history of its bank.
-
-    An in-place call can be taken back only while the bank holds what the call left. Taking it back makes the
-    bank what the call before it had left, so that one can be taken back next.
-    """
-
-    # Keyed by address: a live record keeps its bank alive, so a live entry is never another bank's.
-    _latest: ClassVar[weakref.WeakValueDictionary[int, _InplaceCall]] = weakref.WeakValueDictionary()
-
-    def __init__(self, bank: Tensor, version_before: int) -> None:
-        self.bank = bank
-        self.version_before = version_before
-        self.version_after = bank._version
-        previous = self._latest.get(self._address)
-        self._previous = weakref.ref(previous) if previous is not None else None
-        self.taken_back = False
-        self._latest[self._address] = self
-
-    @property
-    def _address(self) -> int:
-        return self.bank.untyped_storage().data_ptr()
-
-    def check_unchanged(self) -> None:
-        """RuntimeError unless the bank holds exactly what this call left in it."""
-        if self.taken_back:
-            raise RuntimeError(
-                "sdm_write_read: a second backward through one in-place call: the first has already restored "
-                "the bank. Run the forward again, or use return_final_bank=True with retain_graph=True."
-            )
-        if self.bank._version != self.version_after:
-            raise RuntimeError(
-                "sdm_write_read: the bank was changed between this in-place call and its backward. Run the "
-                "backwards of in-place calls in the reverse order of the calls and change the bank only "
-                "after them, or use return_final_bank=True, which leaves the caller's bank alone and is what "
-                "activation checkpointing needs."
-            )
-
-    def finish(self) -> None:
-        """Record that the bank has been restored to what it was before this call."""
-        self.taken_back = True
-        previous = self._previous() if self._previous is not None else None
-        if previous is None:
-            return
-        if previous.version_after == self.version_before:
-            previous.version_after = self.bank._version
-        self._latest[self._address] = previous
-
-
-@dataclass(frozen=True)
-class _Settings:
-    """The arguments of a call that are no tensors."""
-
-    streams: Streams
-    snapshot_quant: str
-    functional: bool
-
-
-class _WriteRead(torch.autograd.Function):
-    """The recurrence with its own backward, in place on the bank or on a copy that is returned."""
-
-    @staticmethod
-    def forward(ctx: Any, settings: _Settings, memory: Tensor, *tensors: Tensor) -> Any:
-        tokens = Tokens(*tensors)
-        bank = memory.detach()
-        version = bank._version
-        if settings.functional:
-            bank = bank.clone(memory_format=torch.contiguous_format)
-        readings, saved, repeats = advance(bank, tokens, settings.streams, settings.snapshot_quant)
-        count_repeats(repeats)
-        assert saved is not None
-        ctx.set_materialize_grads(False)
-        ctx.settings = settings
-        ctx.call = None if settings.functional else _InplaceCall(bank, version)
-        kept = (*tensors, saved.rows.payload, saved.rows.scale, saved.error)
-        ctx.save_for_backward(*kept, *((bank,) if settings.functional else ()))
-        return (readings, bank) if settings.functional else readings
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_readings: Tensor | None, grad_final: Tensor | None = None) -> Any:
-        if ctx.call is not None:
-            ctx.call.check_unchanged()
-            kept = ctx.saved_tensors
-            ctx.call.check_unchanged()  # checkpointing runs the call again to make them
-            bank = ctx.call.bank
-        else:
-            *kept, final = ctx.saved_tensors
-            bank = final.clone()
-        *tensors, payload, scale, error = kept
-        tokens = Tokens(*tensors)
-        if grad_final is None:
-            grad_bank = torch.zeros(bank.shape, dtype=sum_dtype(bank), device=bank.device)
-        else:
-            grad_bank = grad_final.to(sum_dtype(bank), copy=True, memory_format=torch.contiguous_format)
-        rows = RowSnapshot(ctx.settings.snapshot_quant, bank.shape[1], bank.dtype, payload, scale)
-        saved = Saved(rows, error)
-        if grad_readings is None:
-            grad_readings = bank.new_zeros(1, 1).expand(tokens.v.shape)
-        grads = retreat(bank, grad_bank, tokens, ctx.settings.streams, saved, grad_readings)
-        if ctx.call is not None:
-            ctx.call.finish()
-        grad_g = grads.g if tokens.g.shape[1] == grads.g.shape[1] else grads.g.sum(dim=1, keepdim=True)
-        return (
-            None,
-            grad_bank.to(bank.dtype),
-            None,
-            grads.k_val.to(tokens.k_val.dtype),
-            grads.v.to(tokens.v.dtype),
-            grads.beta.to(tokens.beta.dtype),
-            grad_g.to(tokens.g.dtype),
-            None,
-            grads.q_val.to(tokens.q_val.dtype),
-        )
 
 
 def _check_options(
@@ -150,46 +32,7 @@ def _check_options(
         checks.check_int("max_seqlen", max_seqlen, 0, None)
 
 
-def _stream_spans(
-    shape: checks.StreamShape, lengths: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None
-) -> tuple[list[int], list[int]]:
-    """Return the first flat row and the length of every stream, with their values checked."""
-    if cu_seqlens is not None:
-        offsets = checks.check_stream_offsets(cu_seqlens, shape.rows, max_seqlen)
-        return offsets[:-1], [end - start for start, end in pairwise(offsets)]
-    starts = [stream * shape.tokens for stream in range(shape.streams)]
-    if lengths is None:
-        return starts, [shape.tokens] * shape.streams
-    return starts, checks.check_stream_lengths(lengths, shape.tokens, max_seqlen)
-
-
-def _check_values(
-    shape: checks.StreamShape,
-    flat: dict[str, Tensor],
-    lengths: Tensor | None,
-    cu_seqlens: Tensor | None,
-    max_seqlen: int | None,
-) -> tuple[list[int], list[int]]:
-    """Check what only values tell; return the first flat row and the length of every stream."""
-    starts, spans = _stream_spans(shape, lengths, cu_seqlens, max_seqlen)
-    for name in ("k_idx", "q_idx"):
-        checks.check_index_range(name, flat[name], shape, starts, spans)
-    if shape.shared_bank and shape.streams > 1:
-        checks.check_streams_disjoint(flat["k_idx"], flat["q_idx"], shape, starts, spans)
-    return starts, spans
-
-
-def _forward_on_gpu(
-    memory: Tensor,
-    flat: dict[str, Tensor],
-    shape: checks.StreamShape,
-    lengths: Tensor | None,
-    cu_seqlens: Tensor | None,
-    max_seqlen: int | None,
-    chunk_size: int,
-    functional: bool,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Run a call that saves nothing on a GPU."""
+def _check_gpu_call(memory: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -> None:
     if memory.dtype == torch.float64:
         raise TypeError(
             "memory: expected dtype float32, bfloat16 or float16 on a GPU, got float64 (CPU only)"
@@ -199,11 +42,6 @@ def _forward_on_gpu(
             "max_seqlen: expected the tokens of the longest stream with cu_seqlens on a GPU (the host does "
             "not wait to look), got None"
         )
-    longest = shape.tokens if max_seqlen is None else min(max_seqlen, shape.tokens)
-    bank = memory.clone(memory_format=torch.contiguous_format) if functional else memory
-    streams = {name: t for name, t in (("lengths", lengths), ("cu_seqlens", cu_seqlens)) if t is not None}
-    readings = forward_on_gpu(bank, flat, shape, streams, longest, chunk_size)
-    return (readings, bank) if functional else readings
 
 
 @overload
@@ -377,61 +215,32 @@ def sdm_write_read(
         memory, k_idx, num_memory_slots, num_parallel, shared_bank, lengths, cu_seqlens
     )
     flat = checks.flatten_tokens(tensors, shape)
-    writes, reads = checks.check_token_tensors(
-        memory, flat, shape.leading, "sum T" if shape.packed else "P*T"
-    )
+    writes, _ = checks.check_token_tensors(memory, flat, shape.leading, "sum T" if shape.packed else "P*T")
     if key_weighted_decay is not None and g.shape[-1] != (writes if key_weighted_decay else 1):
         raise ValueError(
             f"g: expected width {writes if key_weighted_decay else 1}, as "
             f"key_weighted_decay={key_weighted_decay} says, got {g.shape[-1]}"
         )
-    located = {"memory": memory, **flat}
-    located |= {name: t for name, t in (("lengths", lengths), ("cu_seqlens", cu_seqlens)) if t is not None}
-    device = checks.check_one_device(located)
+    streams = {name: t for name, t in (("lengths", lengths), ("cu_seqlens", cu_seqlens)) if t is not None}
+    device = checks.check_one_device({"memory": memory, **flat, **streams})
     if max_seqlen is not None and lengths is None and cu_seqlens is None and max_seqlen < shape.tokens:
         raise ValueError(f"max_seqlen: expected at least T = {shape.tokens}, got {max_seqlen}")
     if device.type == "cuda":
-        if torch.is_grad_enabled() and any(t.requires_grad for t in (memory, k_val, v, beta, g, q_val)):
-            raise RuntimeError(
-                "sdm_write_read: this version has no backward on a GPU; call it under torch.no_grad(), or "
-                "train with CPU tensors"
-            )
-        checked = env.flag("SDM_RT_CHECK") if check_indices is None else check_indices
-        if checked:
-            _check_values(shape, flat, lengths, cu_seqlens, max_seqlen)
-        return _forward_on_gpu(
-            memory, flat, shape, lengths, cu_seqlens, max_seqlen, chunk_size, return_final_bank
-        )
-    if schedule is not None:
+        _check_gpu_call(memory, cu_seqlens, max_seqlen)
+    elif schedule is not None:
         raise ValueError(
             f"schedule: expected None for CPU tensors, which run the recurrence, got {schedule!r}"
         )
-
-    starts, spans = _check_values(shape, flat, lengths, cu_seqlens, max_seqlen)
-    record_dispatch(
-        {
-            "op": "sdm_write_read",
-            "path": "recurrence",
-            "device": str(device),
-            "streams": shape.streams,
-            "tokens": sum(spans),
-            "writes": writes,
-            "reads": reads,
-            "head_dim": memory.shape[1],
-            "slots": shape.slots,
-            "bank_dtype": str(memory.dtype).removeprefix("torch."),
-            "snapshot_quant": snapshot_quant,
-        }
-    )
-    streams = Streams.sorted_by_length(starts, spans, device)
-    differentiable = (memory, k_val, v, beta, g, q_val)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in differentiable):
-        settings = _Settings(streams, snapshot_quant, return_final_bank)
-        result: Tensor | tuple[Tensor, Tensor] = _WriteRead.apply(  # type: ignore[no-untyped-call]
-            settings, memory, *flat.values()
-        )
-        return result
+    longest = shape.tokens if max_seqlen is None else min(max_seqlen, shape.tokens)
+    call = WriteReadCall(shape, longest, chunk_size, snapshot_quant, grad_bank_fp32, schedule)
+    checked = env.flag("SDM_RT_CHECK") if check_indices is None else check_indices
+    if is_traced(memory):
+        return traced_write_read(memory, flat, call, streams, checked, return_final_bank)
+    if checked and device.type == "cuda":
+        check_values(call, flat, streams)
+    if needs_backward(memory, flat):
+        run = write_read_with_final_bank if return_final_bank else write_read_in_place
+        return run(memory, flat, call, streams)
     bank = memory.clone(memory_format=torch.contiguous_format) if return_final_bank else memory
-    readings, _, repeats = advance(bank.detach(), Tokens(**flat), streams, None)
-    count_repeats(repeats)
+    readings = path_of(device).forward(bank.detach(), flat, call, streams)
     return (readings, bank) if return_final_bank else readings

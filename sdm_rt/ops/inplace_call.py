@@ -1,0 +1,59 @@
+"""In-place calls on a bank: each can be taken back only while the bank holds what it left."""
+
+from __future__ import annotations
+
+import weakref
+from typing import ClassVar
+
+from torch import Tensor
+
+__all__ = ["InplaceCall"]
+
+
+class InplaceCall:
+    """The place of one in-place call in the history of its bank.
+
+    An in-place call can be taken back only while the bank holds what the call left. Taking it back makes the
+    bank what the call before it had left, so that one can be taken back next.
+    """
+
+    # Keyed by address: a live record keeps its bank alive, so a live entry is never another bank's.
+    _latest: ClassVar[weakref.WeakValueDictionary[int, InplaceCall]] = weakref.WeakValueDictionary()
+
+    def __init__(self, bank: Tensor, version_before: int) -> None:
+        self.bank = bank
+        self.version_before = version_before
+        self.version_after = bank._version
+        previous = self._latest.get(self._address)
+        self._previous = weakref.ref(previous) if previous is not None else None
+        self.taken_back = False
+        self._latest[self._address] = self
+
+    @property
+    def _address(self) -> int:
+        return self.bank.untyped_storage().data_ptr()
+
+    def check_unchanged(self) -> None:
+        """RuntimeError unless the bank holds exactly what this call left in it."""
+        if self.taken_back:
+            raise RuntimeError(
+                "sdm_write_read: a second backward through one in-place call: the first has already restored "
+                "the bank. Run the forward again, or use return_final_bank=True with retain_graph=True."
+            )
+        if self.bank._version != self.version_after:
+            raise RuntimeError(
+                "sdm_write_read: the bank was changed between this in-place call and its backward. Run the "
+                "backwards of in-place calls in the reverse order of the calls and change the bank only "
+                "after them, or use return_final_bank=True, which leaves the caller's bank alone and is what "
+                "activation checkpointing needs."
+            )
+
+    def finish(self) -> None:
+        """Record that the bank has been restored to what it was before this call."""
+        self.taken_back = True
+        previous = self._previous() if self._previous is not None else None
+        if previous is None:
+            return
+        if previous.version_after == self.version_before:
+            previous.version_after = self.bank._version
+        self._latest[self._address] = previous

@@ -1,0 +1,126 @@
+"""The gradient of eager write-read calls, in place on the bank or on a copy that is returned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sdm_rt.ops.inplace_call import InplaceCall
+from sdm_rt.ops.write_read_call import TOKEN_TENSORS, Gradients, WriteReadCall
+from sdm_rt.ops.write_read_paths import TrainingPath, training_path_of
+
+__all__ = ["run_backward", "write_read_in_place", "write_read_with_final_bank"]
+
+
+class _WriteRead(torch.autograd.Function):
+    """A call with its own backward, wherever it runs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        path: TrainingPath,
+        call: WriteReadCall,
+        stream_names: tuple[str, ...],
+        functional: bool,
+        memory: Tensor,
+        *tensors: Tensor,
+    ) -> Any:
+        tokens, streams = tensors[: len(TOKEN_TENSORS)], tensors[len(TOKEN_TENSORS) :]
+        bank = memory.detach()
+        version = 0 if functional or bank.is_inference() else bank._version
+        if functional:
+            bank = bank.clone(memory_format=torch.contiguous_format)
+        readings, saved = path.training_forward(
+            bank,
+            dict(zip(TOKEN_TENSORS, tokens, strict=True)),
+            call,
+            dict(zip(stream_names, streams, strict=True)),
+        )
+        ctx.set_materialize_grads(False)
+        ctx.path, ctx.call, ctx.stream_names = path, call, stream_names
+        ctx.inplace = None if functional else InplaceCall(bank, version)
+        ctx.save_for_backward(*tensors, *saved, *((bank,) if functional else ()))
+        return (readings, bank) if functional else readings
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_readings: Tensor | None, grad_final: Tensor | None = None) -> Any:
+        if ctx.inplace is not None:
+            ctx.inplace.check_unchanged()
+            kept = ctx.saved_tensors
+            ctx.inplace.check_unchanged()  # checkpointing runs the call again to make them
+            bank = ctx.inplace.bank
+        else:
+            *kept, final = ctx.saved_tensors
+            bank = final.clone()
+        tokens, kept = kept[: len(TOKEN_TENSORS)], kept[len(TOKEN_TENSORS) :]
+        streams, saved = kept[: len(ctx.stream_names)], kept[len(ctx.stream_names) :]
+        grads = run_backward(
+            ctx.path,
+            ctx.call,
+            bank,
+            dict(zip(TOKEN_TENSORS, tokens, strict=True)),
+            dict(zip(ctx.stream_names, streams, strict=True)),
+            tuple(saved),
+            grad_readings,
+            grad_final,
+        )
+        if ctx.inplace is not None:
+            ctx.inplace.finish()
+        of_tokens = (getattr(grads, name, None) for name in TOKEN_TENSORS)
+        return None, None, None, None, grads.memory, *of_tokens, *[None] * len(streams)
+
+
+def run_backward(
+    path: TrainingPath,
+    call: WriteReadCall,
+    bank: Tensor,
+    flat: dict[str, Tensor],
+    streams: dict[str, Tensor],
+    saved: tuple[Tensor, ...],
+    grad_readings: Tensor | None,
+    grad_final: Tensor | None,
+) -> Gradients:
+    """Restore ``bank``, the bank after the call, in place; return the gradients in their inputs' dtypes.
+
+    Parameters
+    ----------
+    path, call, flat, streams
+        Of the call.
+    bank : Tensor
+        [rows, D].
+    saved : tuple of Tensor
+        What the path's ``training_forward`` saved, or copies.
+    grad_readings, grad_final : Tensor or None
+        Gradients of the readings and of the bank after the call; None counts as 0.
+    """
+    if grad_readings is None:
+        grad_readings = bank.new_zeros(1, 1).expand(call.shape.rows, bank.shape[1])
+    return path.backward(bank, flat, call, streams, saved, grad_readings, grad_final).in_dtypes_of(bank, flat)
+
+
+def write_read_in_place(
+    memory: Tensor, flat: dict[str, Tensor], call: WriteReadCall, streams: dict[str, Tensor]
+) -> Tensor:
+    """Advance ``memory`` in place; return the readings, whose backward restores it."""
+    readings: Tensor = _apply(memory, flat, call, streams, False)
+    return readings
+
+
+def write_read_with_final_bank(
+    memory: Tensor, flat: dict[str, Tensor], call: WriteReadCall, streams: dict[str, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Leave ``memory`` alone; return the readings and the bank after the call, both differentiable."""
+    readings, final = _apply(memory, flat, call, streams, True)
+    return readings, final
+
+
+def _apply(
+    memory: Tensor, flat: dict[str, Tensor], call: WriteReadCall, streams: dict[str, Tensor], functional: bool
+) -> Any:
+    path = training_path_of(memory.device)
+    return _WriteRead.apply(  # type: ignore[no-untyped-call]
+        path, call, tuple(streams), functional, memory, *flat.values(), *streams.values()
+    )

@@ -1,0 +1,148 @@
+"""The two ways to run a write-read call: the recurrence on CPU tensors, planned kernels on CUDA tensors."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sdm_rt.cpu.recurrence import Saved, Streams, Tokens, advance, retreat, sum_dtype
+from sdm_rt.cpu.snapshot import RowSnapshot
+from sdm_rt.ops.counters import count_repeats, record_dispatch
+from sdm_rt.ops.write_read_call import Gradients, WriteReadCall, check_values, stream_spans
+from sdm_rt.ops.write_read_launch import forward_on_gpu
+
+__all__ = ["Path", "TrainingPath", "path_of", "training_path_of"]
+
+
+class Path(Protocol):
+    """How calls run on one kind of device.
+
+    ``flat`` holds the token tensors [rows, *] by name, ``streams`` the call's ``lengths`` or ``cu_seqlens``.
+    """
+
+    def forward(
+        self, bank: Tensor, flat: dict[str, Tensor], call: WriteReadCall, streams: dict[str, Tensor]
+    ) -> Tensor:
+        """Advance the bank in place, save nothing; return the readings [rows, D]."""
+
+
+class TrainingPath(Path, Protocol):
+    """A path with a backward."""
+
+    def training_forward(
+        self, bank: Tensor, flat: dict[str, Tensor], call: WriteReadCall, streams: dict[str, Tensor]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Advance the bank in place; return the readings and what ``backward`` needs beside the inputs."""
+
+    def empty_saved(self, bank: Tensor, flat: dict[str, Tensor], call: WriteReadCall) -> tuple[Tensor, ...]:
+        """Return tensors like those that ``training_forward`` saves, from shapes alone."""
+
+    def backward(
+        self,
+        bank: Tensor,
+        flat: dict[str, Tensor],
+        call: WriteReadCall,
+        streams: dict[str, Tensor],
+        saved: tuple[Tensor, ...],
+        grad_readings: Tensor,
+        grad_final: Tensor | None,
+    ) -> Gradients:
+        """Restore the bank in place; return the gradients, in dtypes of the path's choice."""
+
+
+class _Recurrence:
+    """CPU tensors: the definition, token by token."""
+
+    def forward(
+        self, bank: Tensor, flat: dict[str, Tensor], call: WriteReadCall, streams: dict[str, Tensor]
+    ) -> Tensor:
+        readings, _, repeats = advance(bank, Tokens(**flat), self._checked(bank, flat, call, streams), None)
+        count_repeats(repeats)
+        return readings
+
+    def training_forward(
+        self, bank: Tensor, flat: dict[str, Tensor], call: WriteReadCall, streams: dict[str, Tensor]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        readings, saved, repeats = advance(
+            bank, Tokens(**flat), self._checked(bank, flat, call, streams), call.snapshot_quant
+        )
+        count_repeats(repeats)
+        assert saved is not None
+        return readings, (saved.rows.payload, saved.rows.scale, saved.error)
+
+    def empty_saved(self, bank: Tensor, flat: dict[str, Tensor], call: WriteReadCall) -> tuple[Tensor, ...]:
+        tokens, writes = flat["k_idx"].shape
+        saved = Saved.empty(call.snapshot_quant, tokens, writes, bank)
+        return saved.rows.payload, saved.rows.scale, saved.error
+
+    def backward(
+        self,
+        bank: Tensor,
+        flat: dict[str, Tensor],
+        call: WriteReadCall,
+        streams: dict[str, Tensor],
+        saved: tuple[Tensor, ...],
+        grad_readings: Tensor,
+        grad_final: Tensor | None,
+    ) -> Gradients:
+        payload, scale, error = saved
+        rows = RowSnapshot(call.snapshot_quant, bank.shape[1], bank.dtype, payload, scale)
+        if grad_final is None:
+            grad_bank = torch.zeros(bank.shape, dtype=sum_dtype(bank), device=bank.device)
+        else:
+            grad_bank = grad_final.to(sum_dtype(bank), copy=True, memory_format=torch.contiguous_format)
+        spans = Streams.sorted_by_length(*stream_spans(call, streams), bank.device)
+        grads = retreat(bank, grad_bank, Tokens(**flat), spans, Saved(rows, error), grad_readings)
+        return Gradients(grad_bank, grads.k_val, grads.v, grads.beta, grads.g, grads.q_val)
+
+    def _checked(
+        self, bank: Tensor, flat: dict[str, Tensor], call: WriteReadCall, streams: dict[str, Tensor]
+    ) -> Streams:
+        """Check values before anything changes; return where the streams lie."""
+        starts, spans = check_values(call, flat, streams)
+        record_dispatch(
+            {
+                "op": "sdm_write_read",
+                "path": "recurrence",
+                "device": str(bank.device),
+                "streams": call.shape.streams,
+                "tokens": sum(spans),
+                "writes": flat["k_idx"].shape[1],
+                "reads": flat["q_idx"].shape[1],
+                "head_dim": bank.shape[1],
+                "slots": call.shape.slots,
+                "bank_dtype": str(bank.dtype).removeprefix("torch."),
+                "snapshot_quant": call.snapshot_quant,
+            }
+        )
+        return Streams.sorted_by_length(starts, spans, bank.device)
+
+
+class _Kernels:
+    """CUDA tensors: the chunked form by planned kernels."""
+
+    def forward(
+        self, bank: Tensor, flat: dict[str, Tensor], call: WriteReadCall, streams: dict[str, Tensor]
+    ) -> Tensor:
+        return forward_on_gpu(bank, flat, call.shape, streams, call.longest, call.chunk_size)
+
+
+_RECURRENCE = _Recurrence()
+_KERNELS = _Kernels()
+
+
+def path_of(device: torch.device) -> Path:
+    """Return how calls on ``device`` run."""
+    return _KERNELS if device.type == "cuda" else _RECURRENCE
+
+
+def training_path_of(device: torch.device) -> TrainingPath:
+    """Return how calls on ``device`` run that may need a backward; RuntimeError where they cannot."""
+    if device.type == "cuda":
+        raise RuntimeError(
+            "sdm_write_read: this version has no backward on a GPU; call it under torch.no_grad(), or train "
+            "with CPU tensors"
+        )
+    return _RECURRENCE

@@ -8,8 +8,9 @@
 // Macros  INDEX (int, long long), BANK (float, Bf16, Fp16).
 // Grid    (chunks of a full slab); a block beyond the last chunk has none.
 // Block   THREADS threads; a tile of THREADS sorted entries at a time, one a thread.
-// Reads   payload [chunks, payload_row], k_idx [rows, W], q_idx [rows, R], k_val [rows, W], q_val [rows, R],
-//         g [rows, gates] with gates 1 or W, beta [rows], lengths, cu_seqlens (chunk.cuh).
+// Reads   payload [chunks, payload_row], k_idx [rows, W], q_idx [rows, R] (both null: the records number every slot 0),
+//         k_val [rows, W], q_val [rows, R], g [rows, gates] with gates 1 or W, beta [rows], lengths, cu_seqlens
+//         (chunk.cuh).
 // Writes  log_k, rex, k_eff, cpe [chunks, C, W], log_q, q_w [chunks, C, R], strength [chunks, C] (beta, 0 on padding);
 //         flags [chunks, C, W] (bit 0: last K entry of its slot, bit 1: its only one); log_k, rex, cpe, log_q and flags
 //         may be null.
@@ -169,7 +170,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             }
             const bool last = !(after & IS_VALID) || (after & IS_HEAD);
             if (valid && last) {
-                const long long index = query ? q_idx[row * R + lane] : k_idx[row * W + lane];
+                long long index = first_slot;
+                if (k_idx != nullptr) index = query ? q_idx[row * R + lane] : k_idx[row * W + lane];
                 const int place = static_cast<int>(index - first_slot);
                 if (run.writes > 0) {
                     slots[slot_base + slot] = SlotRecord{place, first, run.writes, exp_of(l)};

@@ -17,6 +17,7 @@ from sdm_rt.layer.state import Cache, SDMLayerState
 from sdm_rt.ops.counters import last_dispatch, repeated_write_slots, reset_dispatch
 from sdm_rt.ops.decode import sdm_decode_step
 from sdm_rt.ops.phase1 import Phase1, phase1_forward
+from sdm_rt.ops.phase1_backward import phase1_backward, phase1_backward_det
 from sdm_rt.ops.solve import wy_solve
 from sdm_rt.ops.topk import product_key_topk
 from sdm_rt.ops.write_read import sdm_write_read
@@ -36,6 +37,8 @@ __all__ = [
     "UntestedHardwareWarning",
     "l2_normalize",
     "last_dispatch",
+    "phase1_backward",
+    "phase1_backward_det",
     "phase1_forward",
     "product_key_topk",
     "repeated_write_slots",

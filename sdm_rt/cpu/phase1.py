@@ -14,13 +14,14 @@ may wrap around and their differences inside a slot are still right. Gates of -i
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-__all__ = ["Phase1", "phase1"]
+__all__ = ["LogDecay", "Phase1", "ends_of", "pairs", "phase1", "running"]
 
 # Bits of a payload entry; the lane stands in the lowest eight (kernels_cu/entries.cuh).
 TOKEN_SHIFT = 8
@@ -72,7 +73,7 @@ class Phase1(NamedTuple):
     only: Tensor
 
 
-class _LogDecay(NamedTuple):
+class LogDecay(NamedTuple):
     """Sums of gates: the finite ones in fixed point, those of -inf and NaN counted."""
 
     fixed: Tensor
@@ -80,21 +81,23 @@ class _LogDecay(NamedTuple):
     nans: Tensor
 
     @classmethod
-    def of_gates(cls, g: Tensor, owner: Tensor) -> _LogDecay:
+    def of_gates(cls, g: Tensor, owner: Tensor) -> LogDecay:
         """Take the gate of each owner entry, 0 of any other."""
         erasure, nan = owner & (g < ERASURE), owner & g.isnan()
         finite = g.double().clamp(-LARGEST_GATE, LARGEST_GATE).masked_fill(~owner | erasure | nan, 0.0)
         return cls((finite * UNITS).round().long(), erasure.long(), nan.long())
 
-    def at(self, index: Tensor) -> _LogDecay:
-        return _LogDecay(*(part.gather(-1, index) for part in self))
+    def at(self, index: Tensor) -> LogDecay:
+        """Return the sums at the places ``index`` of the last dimension."""
+        return LogDecay(*(part.gather(-1, index) for part in self))
 
-    def minus(self, other: _LogDecay) -> _LogDecay:
-        return _LogDecay(*(one - two for one, two in zip(self, other, strict=True)))
+    def minus(self, other: LogDecay) -> LogDecay:
+        """Return the sums less others: what was added since."""
+        return LogDecay(*(one - two for one, two in zip(self, other, strict=True)))
 
-    def within(self, start: Tensor) -> _LogDecay:
+    def within(self, start: Tensor) -> LogDecay:
         """Return running sums along the last dimension, each from the place ``start`` on."""
-        return _LogDecay(*(_running(part, start) for part in self))
+        return LogDecay(*(running(part, start) for part in self))
 
     def log(self) -> Tensor:
         """Return the sums, float32."""
@@ -109,7 +112,8 @@ class _LogDecay(NamedTuple):
         return finite.masked_fill(self.erasures != 0, erased).masked_fill(self.nans != 0, torch.nan)
 
 
-def _running(x: Tensor, start: Tensor) -> Tensor:
+def running(x: Tensor, start: Tensor) -> Tensor:
+    """Return running sums of integers along the last dimension, each from the place ``start`` on."""
     total = x.cumsum(-1)
     return total - (total - x).gather(-1, start)
 
@@ -168,11 +172,11 @@ def phase1(
 
     places = torch.arange(order.shape[1], device=device).expand_as(order)
     start = places.masked_fill(~head, 0).cummax(dim=1).values
-    end = _ends(places, head | ~valid)
+    end = ends_of(places, head | ~valid)
     gates = sorted_entries(g.expand(N, C, W), g.new_zeros(N, C, R))
-    log = _LogDecay.of_gates(gates, owner).within(start)
+    log = LogDecay.of_gates(gates, owner).within(start)
     total = log.at(end)
-    writes = _running(write.long(), start)
+    writes = running(write.long(), start)
     last = write & (writes == writes.gather(1, end))
     only = last & (writes == 1)
     weight = sorted_entries(k_val.double(), q_val.double())
@@ -202,28 +206,36 @@ def _differs_from_before(x: Tensor) -> Tensor:
     return torch.cat([torch.ones_like(x[:, :1], dtype=torch.bool), x[:, 1:] != x[:, :-1]], dim=1)
 
 
-def _ends(places: Tensor, begins: Tensor) -> Tensor:
+def ends_of(places: Tensor, begins: Tensor) -> Tensor:
     """Return the last place of each place's run, where runs begin at ``begins``."""
     final = torch.ones_like(begins[:, :1])
     ends = torch.cat([begins[:, 1:], final], dim=1)
     return places.masked_fill(~ends, places.shape[1]).flip(1).cummin(dim=1).values.flip(1)
 
 
-def _gram(
-    log: _LogDecay, weight: Tensor, token: Tensor, write: Tensor, read: Tensor, writes: Tensor, C: int
-) -> tuple[Tensor, Tensor]:
-    """Return A and QK from the pairs of each entry with the writes of its slot up to its own place."""
-    N, entries = weight.shape
-    chunk = torch.arange(N, device=weight.device)[:, None].expand(N, entries)
+def pairs(token: Tensor, write: Tensor, read: Tensor, writes: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the pairs of each entry with the writes of its slot at earlier tokens, a read's own token too.
+
+    Parameters
+    ----------
+    token : Tensor
+        int64 [N, entries], in sorted order.
+    write, read : Tensor
+        bool [N, entries], which entries are valid writes and reads.
+    writes : Tensor
+        int64 [N, entries], writes of the entry's slot up to its own place.
+
+    Yields
+    ------
+    later, earlier : Tensor
+        int64 [pairs], places among all N * entries, `later` ascending; about `PAIRS_AT_ONCE` at a time.
+    """
     meets = (write | read) & (writes > 0)
     later = meets.flatten().nonzero()[:, 0]
     earlier = write.flatten().nonzero()[:, 0]
     count = writes.flatten()[later]
     first = write.flatten().cumsum(0)[later] - count  # of its writes among all
-    flat = _LogDecay(*(part.flatten() for part in log))
-    weight, token, chunk, read = weight.flatten(), token.flatten(), chunk.flatten(), read.flatten()
-    # A below QK in one tensor, so that one index tells the cell.
-    cells = torch.zeros(2 * N * C * C, dtype=torch.float64, device=weight.device)
+    token, read = token.flatten(), read.flatten()
     stops = count.cumsum(0)
     begin = 0
     while begin < len(later):
@@ -236,10 +248,24 @@ def _gram(
         ).repeat_interleave(count[part])
         p = earlier[first[part].repeat_interleave(count[part]) + within]
         keep = (token[p] < token[r]) | read[r]
-        r, p = r[keep], p[keep]
+        yield r[keep], p[keep]
+        begin = part.stop
+
+
+def _gram(
+    log: LogDecay, weight: Tensor, token: Tensor, write: Tensor, read: Tensor, writes: Tensor, C: int
+) -> tuple[Tensor, Tensor]:
+    """Return A and QK."""
+    N, entries = weight.shape
+    flat = LogDecay(*(part.flatten() for part in log))
+    chunk = torch.arange(N, device=weight.device)[:, None].expand(N, entries).flatten()
+    # A below QK in one tensor, so that one index tells the cell.
+    cells = torch.zeros(2 * N * C * C, dtype=torch.float64, device=weight.device)
+    parts = pairs(token, write, read, writes)
+    weight, token, read = weight.flatten(), token.flatten(), read.flatten()
+    for r, p in parts:
         terms = weight[r] * weight[p] * flat.at(r).minus(flat.at(p)).exp()
         cell = ((read[r] * N + chunk[r]) * C + token[r]) * C + token[p]
         cells.scatter_add_(0, cell, terms)
-        begin = part.stop
     a, qk = cells.float().view(2, N, C, C)
     return a, qk

@@ -11,13 +11,23 @@ import re
 import pytest
 
 from sdm_rt.plan.write_resources import TARGETS, variants
-from tests.emulator import test_decode_variants, test_forward_variants, test_topk_variants
+from tests.emulator import (
+    test_decode_variants,
+    test_forward_variants,
+    test_phase1_backward_variants,
+    test_topk_variants,
+)
 from tests.emulator.build import KERNELS_CU, without_pdl
 
 ENTRY = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(")
 # Top-k compiles its factors and k in, so its variants have no end; its module says what it runs of them.
 UNBOUNDED = ("topk.cu",)
-EXECUTED = (*test_decode_variants.SPECS, *test_forward_variants.SPECS, *test_topk_variants.SPECS)
+EXECUTED = (
+    *test_decode_variants.SPECS,
+    *test_forward_variants.SPECS,
+    *test_phase1_backward_variants.SPECS,
+    *test_topk_variants.SPECS,
+)
 
 
 def test_every_kernel_is_executed() -> None:

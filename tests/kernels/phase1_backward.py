@@ -1,7 +1,7 @@
 """Phase-1 backward of chunks: its definition in dense float64 tensors, and its runs on a backend.
 
-The definition shares nothing with the product: a chunk's sums over pairs of entries become sums over tokens and
-slots, x[t, s] being the gate of the owner entry of slot s at token t.
+The definition shares nothing with the product: a chunk's sums over pairs of entries become sums over tokens
+and slots, x[t, s] being the gate of the owner entry of slot s at token t.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ def make_gradients(N: int, C: int, W: int, R: int, seed: int = 0) -> Gradients:
     shapes = ((C, C), (C, C), (C, W), (C, W), (C, R))
     d_a, d_qk, *rest = (torch.randn(N, *shape, generator=generator) for shape in shapes)
     above = torch.ones(C, C, dtype=torch.bool)
-    return Gradients(d_a.masked_fill(above.triu(), torch.nan), d_qk.masked_fill(above.triu(1), torch.nan), *rest)
+    return Gradients(
+        d_a.masked_fill(above.triu(), torch.nan), d_qk.masked_fill(above.triu(1), torch.nan), *rest
+    )
 
 
 def _dense(idx: Tensor, values: Tensor, slots: int) -> Tensor:
@@ -195,7 +197,7 @@ def phase1_backward(
     seed: int = 0,
     builds: Sequence[BuildKind] = BUILDS,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the op's launches on the emulator, the op on the GPU; ``seed`` is the emulator's order of threads."""
+    """Run the op: its launches on the emulator, in the order of threads of ``seed``, or the op on the GPU."""
     if backend == "gpu":
         import sdm_rt
 

@@ -1,0 +1,206 @@
+"""The plan of Phase-1 backward against its kernels: signatures, shared memory, variants, working memory."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sdm_rt.plan.device import PRESETS, preset
+from sdm_rt.plan.launch import Launch
+from sdm_rt.plan.phase1_backward import (
+    output_bytes,
+    phase1_backward_constants,
+    plan_phase1_backward,
+    plan_phase1_backward_launches,
+    stages_outputs,
+)
+from sdm_rt.plan.shapes import BANK_DTYPES, WriteReadShape
+from sdm_rt.plan.write_resources import TARGETS, variants
+from tests.plan.cases import FLAGSHIP, WRITE_READ_CASES
+
+KERNELS = Path(__file__).parents[2] / "kernels_cu"
+NAMES = ("phase1_backward_pairs", "phase1_backward_gates")
+KINDS = {"int": "int32", "long long": "int64"}
+CHUNKS = WriteReadShape(6, 64, 64, 8, 9, 1, 2**31 - 1)
+TRAINING = {name: shape for name, shape in WRITE_READ_CASES.items() if shape.training and shape.tokens}
+TRAINING.pop("no_streams")
+
+
+def launch(shape: WriteReadShape, name: str, device: str = "h100") -> Launch:
+    launches, _ = plan_phase1_backward_launches(shape, preset(device))
+    return next(one for one in launches if one.name == name)
+
+
+def source(name: str) -> str:
+    return (KERNELS / f"{name}.cu").read_text(encoding="utf-8")
+
+
+# ---- plan and source ----
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_arguments_are_the_kernels_parameters(name: str) -> None:
+    signature = re.search(rf"\b{name}\(([^)]*)\)\s*\{{", source(name))
+    assert signature is not None
+    parameters = []
+    for parameter in signature[1].split(","):
+        kind, parameter_name = " ".join(parameter.split()).rsplit(" ", 1)
+        parameters.append((parameter_name, "pointer" if "*" in kind else KINDS[kind]))
+    assert [(a.name, a.kind) for a in launch(FLAGSHIP, name).arguments] == parameters
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_macros_and_blocks_are_those_of_the_kernels(name: str) -> None:
+    text = source(name)
+    planned = launch(FLAGSHIP, name)
+    for macro in dict(planned.kernel.defines):
+        assert re.search(rf"\b{macro} \(", text.split("#include")[0]), f"{name}.cu does not explain {macro}"
+    threads = re.search(r"^#define THREADS (\d+)$", text, re.MULTILINE)
+    assert threads is not None
+    assert planned.block == (int(threads[1]), 1, 1)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_chosen_variant_is_a_variant_of_the_table(target: str) -> None:
+    known = set(variants(target))
+    for shape in TRAINING.values():
+        launches, _ = plan_phase1_backward_launches(shape, preset("h100"))
+        assert {one.kernel for one in launches} <= known
+
+
+# ---- choices ----
+
+
+@pytest.mark.parametrize(("chunk", "batch"), [(1, "0"), (64, "0"), (127, "0"), (128, "1"), (256, "1")])
+def test_the_op_fetches_partners_ahead_from_128_tokens_on(chunk: int, batch: str) -> None:
+    shape = replace(FLAGSHIP, chunk=chunk)
+    assert dict(launch(shape, "phase1_backward_pairs").kernel.defines) == {"BATCH": batch}
+
+
+@pytest.mark.parametrize("chunk", [1, 64, 256])
+@pytest.mark.parametrize("det", [False, True])
+def test_the_op_of_chunks_fetches_ahead_where_it_is_asked_to(chunk: int, det: bool) -> None:
+    shape = replace(CHUNKS, chunk=chunk, tokens=chunk)
+    plan = plan_phase1_backward(shape, preset("h100"), det)
+    assert [call.name for call in plan.calls()] == ["phase1_scan", *NAMES]
+    assert plan.name == ("phase1_backward_det" if det else "phase1_backward")
+    assert ("BATCH", str(int(det))) in plan.kernels()[1].kernel.defines
+
+
+def test_grids_cover_all_chunks_of_a_call() -> None:
+    """2 streams of 512 chunks with 64 (64 + 64) entries each."""
+    assert launch(FLAGSHIP, "phase1_backward_pairs").grid == (1024 * 32, 1, 1)
+    assert launch(FLAGSHIP, "phase1_backward_gates").grid == (1024, 1, 1)
+    ragged = WRITE_READ_CASES["ragged"]  # 3 streams of 2 chunks with 64 (5 + 3) entries
+    assert launch(ragged, "phase1_backward_pairs").grid == (6 * 2, 1, 1)
+    assert launch(ragged, "phase1_backward_gates").grid == (6, 1, 1)
+
+
+# ---- shared memory ----
+
+
+@pytest.mark.parametrize(
+    ("chunk", "writes", "reads", "dtype", "need"),
+    [
+        (64, 64, 64, "bfloat16", 16_384),  # the gates' gradients
+        (64, 64, 128, "bfloat16", 16_384),
+        (64, 64, 129, "bfloat16", 16_512),  # the reads' gradients
+        (64, 64, 65, "float32", 16_640),
+        (128, 128, 128, "bfloat16", 65_536),
+        (256, 128, 128, "float16", 131_072),
+        (256, 227, 1, "float32", 232_448),
+        (1, 1, 1, "bfloat16", 4),
+    ],
+)
+def test_shared_memory_by_hand(chunk: int, writes: int, reads: int, dtype: str, need: int) -> None:
+    shape = WriteReadShape(2, 1024, chunk, writes, reads, 64, 4096, bank_dtype=dtype)
+    assert output_bytes(shape) == need
+    assert launch(shape, "phase1_backward_gates").shared_memory == need
+    assert launch(shape, "phase1_backward_pairs").shared_memory == 0
+
+
+@pytest.mark.parametrize(
+    ("device", "chunk", "writes", "staged"),
+    [
+        ("h100", 256, 227, True),  # 232,448: all that a block may have
+        ("h100", 256, 228, False),
+        ("a100", 163, 256, True),  # 166,912
+        ("a100", 164, 256, False),
+        ("rtx4090", 99, 256, True),  # 101,376
+        ("rtx4090", 100, 256, False),
+    ],
+)
+def test_outputs_are_staged_where_they_fit(device: str, chunk: int, writes: int, staged: bool) -> None:
+    shape = WriteReadShape(2, 1024, chunk, writes, 4, 64, 4096)
+    assert stages_outputs(shape, preset(device)) == staged
+    assert (launch(shape, "phase1_backward_gates", device).shared_memory > 0) == staged
+
+
+def test_gradients_of_single_writes_need_memory_only_where_they_are_summed_and_not_staged() -> None:
+    large = WriteReadShape(2, 1024, 256, 256, 4, 64, 4096)
+
+    def buffers(shape: WriteReadShape) -> dict[str, tuple[int, ...]]:
+        return {one.name: one.shape for one in plan_phase1_backward_launches(shape, preset("h100"))[1]}
+
+    sums = {"value_sums": (8, 256 * 260), "log_sums": (8, 256 * 260)}
+    assert buffers(large) == sums | {"gate_gradients": (8, 256, 256)}
+    assert buffers(replace(large, gates_per_write=True)) == sums
+    assert buffers(replace(large, writes=64)).keys() == sums.keys()
+    one_write = WriteReadShape(2, 1024, 256, 1, 256, 64, 4096, bank_dtype="float32")
+    assert not stages_outputs(one_write, preset("h100"))
+    assert buffers(one_write).keys() == sums.keys()
+
+
+# ---- the plan of chunks ----
+
+
+def test_buffers_are_the_scratch_and_the_results() -> None:
+    plan = plan_phase1_backward(CHUNKS, preset("h100"), det=False)
+    kept = {
+        buffer.name: (buffer.dtype, buffer.shape) for buffer in plan.buffers if buffer.name.startswith("grad")
+    }
+    assert kept == {
+        "grad_k_val": ("bfloat16", (6, 64, 8)),
+        "grad_q_val": ("bfloat16", (6, 64, 9)),
+        "grad_g": ("float32", (6, 64, 8)),
+    }
+    names = {a.name for one in plan.kernels() for a in one.arguments if a.kind == "pointer"}
+    given = {"payload", "k_val", "q_val", "g", "beta", "repeats", "d_a", "d_qk", "d_k_eff", "d_k_pd", "d_q_w"}
+    given |= {"given_log_k", "given_log_q", "given_rex"}
+    null = {"k_idx", "q_idx", "lengths", "cu_seqlens", "log_k", "log_q", "rex", "cpe", "flags", "d_tot"}
+    assert {buffer.name for buffer in plan.buffers} == names - given - null - {"gate_gradients"}
+
+
+@pytest.mark.parametrize("dtype", BANK_DTYPES)
+@pytest.mark.parametrize("per_write", [False, True])
+def test_constants_name_every_number_that_a_shape_fixes(dtype: str, per_write: bool) -> None:
+    shape = replace(CHUNKS, bank_dtype=dtype, gradient_bank_dtype=dtype, gates_per_write=per_write)
+    plan = plan_phase1_backward(shape, preset("h100"), det=True)
+    numbers = {a.name for one in plan.kernels() for a in one.arguments if a.kind != "pointer"}
+    assert phase1_backward_constants(plan).keys() == numbers - {"slab_step", "shared_bank", "wide"}
+    sizes = {"P": 6, "T": 64, "C": 64, "W": 8, "R": 9, "S": 2**31 - 1, "gates": 8 if per_write else 1}
+    assert phase1_backward_constants(plan) == {**sizes, "staged": 1, "grad_gates": 8, "stage_outputs": 1}
+
+
+def test_a_call_of_several_steps_or_without_training_is_refused() -> None:
+    for change in ({"tokens": 65}, {"training": False}):
+        with pytest.raises(ValueError, match="takes one training step"):
+            plan_phase1_backward(replace(CHUNKS, **change), preset("h100"), det=False)
+    old = replace(preset("a100"), compute_capability=(7, 5))
+    with pytest.raises(RuntimeError, match="compute capability"):
+        plan_phase1_backward(CHUNKS, old, det=False)
+
+
+@pytest.mark.parametrize("device", PRESETS)
+@pytest.mark.parametrize("case", TRAINING)
+def test_every_case_fits_every_device(case: str, device: str) -> None:
+    launches, _ = plan_phase1_backward_launches(TRAINING[case], preset(device))
+    for one in launches:
+        resources = one.resources(preset(device))
+        assert resources.measured
+        assert resources.spill_stores == resources.spill_loads == 0
+        assert one.occupancy(preset(device)).blocks >= 1
+        assert one.shared_memory + resources.static_shared <= preset(device).shared_memory_per_block

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["product_key_topk"]
+__all__ = ["product_key_topk", "select", "select_backward"]
 
 _TIE_BITS = 31
 
@@ -47,7 +47,7 @@ class _ProductKeyTopk(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, raw: Tensor, factors: tuple[int, ...], k: int) -> tuple[Tensor, Tensor]:
-        val, idx = _select(raw, factors, k)
+        val, idx = select(raw, factors, k)
         ctx.save_for_backward(idx)
         ctx.mark_non_differentiable(idx)
         ctx.factors = factors
@@ -57,21 +57,31 @@ class _ProductKeyTopk(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_val: Tensor, _grad_idx: Tensor) -> tuple[Tensor, None, None]:
         (idx,) = ctx.saved_tensors
-        factors: tuple[int, ...] = ctx.factors
-        accumulator = torch.promote_types(grad_val.dtype, torch.float32)
-        grad = torch.zeros((*idx.shape[:-1], sum(factors)), dtype=accumulator, device=idx.device)
-        columns = torch.cat(
-            [
-                column + offset
-                for column, offset in zip(_columns(idx, factors), _offsets(factors), strict=True)
-            ],
-            -1,
-        )
-        grad.scatter_add_(-1, columns, torch.cat([grad_val.to(accumulator)] * len(factors), dim=-1))
-        return grad.to(grad_val.dtype), None, None
+        return select_backward(grad_val, idx, ctx.factors), None, None
 
 
-def _select(raw: Tensor, factors: tuple[int, ...], k: int) -> tuple[Tensor, Tensor]:
+def select_backward(grad_val: Tensor, idx: Tensor, factors: Sequence[int]) -> Tensor:
+    """Return the gradient of the factor scores [..., sum(factors)]: of each slot's score, to its F columns.
+
+    Parameters
+    ----------
+    grad_val, idx : Tensor
+        Gradients of the selected scores, and the slots selected, [..., n].
+    factors : sequence of int
+        Factor widths.
+    """
+    accumulator = torch.promote_types(grad_val.dtype, torch.float32)
+    grad = torch.zeros((*idx.shape[:-1], sum(factors)), dtype=accumulator, device=idx.device)
+    columns = torch.cat(
+        [column + offset for column, offset in zip(_columns(idx, factors), _offsets(factors), strict=True)],
+        -1,
+    )
+    grad.scatter_add_(-1, columns, torch.cat([grad_val.to(accumulator)] * len(factors), dim=-1))
+    return grad.to(grad_val.dtype)
+
+
+def select(raw: Tensor, factors: Sequence[int], k: int) -> tuple[Tensor, Tensor]:
+    """Select as :func:`product_key_topk` does, without a gradient."""
     scores = torch.split(raw.float(), list(factors), dim=-1)
     total, slot = _rank_factor(scores[0], k)  # [..., n], best first
     for stage, width in enumerate(factors[1:], start=1):
@@ -112,17 +122,17 @@ def _candidates(n: int, m: int, c: int, device: torch.device) -> tuple[Tensor, T
     return i, j, (i + j) * n + i
 
 
-def _columns(idx: Tensor, factors: tuple[int, ...]) -> list[Tensor]:
+def _columns(idx: Tensor, factors: Sequence[int]) -> list[Tensor]:
     """Return each slot's column in every factor."""
     strides = [math.prod(factors[f + 1 :]) for f in range(len(factors))]
     return [(idx // stride) % width for stride, width in zip(strides, factors, strict=True)]
 
 
-def _offsets(factors: tuple[int, ...]) -> list[int]:
+def _offsets(factors: Sequence[int]) -> list[int]:
     return [sum(factors[:f]) for f in range(len(factors))]
 
 
-def _sum_of_columns(raw: Tensor, idx: Tensor, factors: tuple[int, ...]) -> Tensor:
+def _sum_of_columns(raw: Tensor, idx: Tensor, factors: Sequence[int]) -> Tensor:
     """Return the full-precision scores of the slots ``idx``, added in factor order."""
     first, *rest = (
         part.gather(-1, column)

@@ -7,7 +7,6 @@ p = b*H + h is head h of sequence b.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sdm_rt.ops.checks import check_int, check_one_device, check_stream_lengths, check_stream_offsets
+from sdm_rt.ops.library import is_traced
 
 __all__ = ["PackedLayout", "PaddedLayout", "TokenLayout", "resolve_layout"]
 
@@ -31,20 +31,23 @@ class PaddedLayout:
         B, H and T.
     lengths : Tensor, optional
         [B]; None where every row is a token.
+    is_real : Tensor, optional
+        Bool [N], False for padding; None where every row is a token.
     """
 
     sequences: int
     heads: int
     tokens: int
     lengths: Tensor | None
+    is_real: Tensor | None
 
-    @cached_property
-    def is_real(self) -> Tensor | None:
-        """Bool [N], False for padding; None where every row is a token."""
-        if self.lengths is None:
-            return None
-        positions = torch.arange(self.tokens, device=self.lengths.device)
-        return (positions < self.lengths.unsqueeze(-1)).flatten()
+    @classmethod
+    def of(cls, sequences: int, heads: int, tokens: int, lengths: Tensor | None) -> PaddedLayout:
+        """Make the layout of B, H, T and ``lengths``."""
+        if lengths is None:
+            return cls(sequences, heads, tokens, None, None)
+        positions = torch.arange(tokens, device=lengths.device)
+        return cls(sequences, heads, tokens, lengths, (positions < lengths.unsqueeze(-1)).flatten())
 
     def to_streams(self, x: Tensor) -> Tensor:
         """Return [N, H, w] as [P, T, w]."""
@@ -84,72 +87,64 @@ class PackedLayout:
         An upper bound of the lengths.
     rows : int
         N, the sum of the lengths.
-    cu_seqlens : Tensor
-        [B+1], the first row of each sequence, then N.
+    sequence_of_row : Tensor
+        int64 [N]: the sequence of each row.
+    stream_offsets : Tensor
+        int64 [P+1], the op's ``cu_seqlens``: the first row of each stream, streams packed one after another,
+        then N*H.
+    stream_row_of_token : Tensor
+        int64 [N*H]: where row n, head h of the layer lies among the rows of the packed streams.
+    token_of_stream_row : Tensor
+        int64 [N*H], the inverse permutation.
     """
 
     sequences: int
     heads: int
     tokens: int
     rows: int
-    cu_seqlens: Tensor
+    sequence_of_row: Tensor
+    stream_offsets: Tensor
+    stream_row_of_token: Tensor
+    token_of_stream_row: Tensor
+
+    @classmethod
+    def of(cls, heads: int, tokens: int, rows: int, cu_seqlens: Tensor) -> PackedLayout:
+        """Make the layout of H, an upper bound of the lengths, N and ``cu_seqlens`` [B+1]."""
+        row = torch.arange(rows, device=cu_seqlens.device)
+        head = torch.arange(heads, device=cu_seqlens.device)
+        sequence = torch.bucketize(row, cu_seqlens[1:], right=True)
+        first_rows = cu_seqlens[:-1, None].long() * heads + cu_seqlens.diff()[:, None] * head  # [B, H]
+        offsets = torch.cat([first_rows.flatten(), cu_seqlens[-1:].long() * heads])
+        to_stream = (first_rows[sequence] + (row - cu_seqlens[sequence])[:, None]).flatten()
+        inverse = torch.empty_like(to_stream).scatter_(
+            0, to_stream, torch.arange(rows * heads, device=row.device)
+        )
+        return cls(cu_seqlens.shape[0] - 1, heads, tokens, rows, sequence, offsets, to_stream, inverse)
 
     @property
     def is_real(self) -> Tensor | None:
         """None: every row is a token."""
         return None
 
-    @cached_property
-    def _first_stream_rows(self) -> Tensor:
-        """int64 [B, H]: the first row of each stream, streams packed one after another."""
-        heads = torch.arange(self.heads, device=self.cu_seqlens.device)
-        return self.cu_seqlens[:-1, None].long() * self.heads + self.cu_seqlens.diff()[:, None] * heads
-
-    @cached_property
-    def _sequence_of_row(self) -> Tensor:
-        """int64 [N]: the sequence of each row."""
-        rows = torch.arange(self.rows, device=self.cu_seqlens.device)
-        return torch.bucketize(rows, self.cu_seqlens[1:], right=True)
-
-    @cached_property
-    def _stream_row_of_token(self) -> Tensor:
-        """int64 [N*H]: where row n, head h of the layer lies among the rows of the packed streams."""
-        rows = torch.arange(self.rows, device=self.cu_seqlens.device)
-        positions = rows - self.cu_seqlens[self._sequence_of_row]
-        return (self._first_stream_rows[self._sequence_of_row] + positions[:, None]).flatten()
-
-    @cached_property
-    def _token_of_stream_row(self) -> Tensor:
-        """int64 [N*H], the inverse permutation."""
-        forward = self._stream_row_of_token
-        inverse = torch.empty_like(forward)
-        return inverse.scatter_(0, forward, torch.arange(len(forward), device=forward.device))
-
     def to_streams(self, x: Tensor) -> Tensor:
         """Return [N, H, w] as [N*H, w], stream after stream."""
-        return _permute_rows(x.flatten(0, 1), self._token_of_stream_row, self._stream_row_of_token)
+        return _permute_rows(x.flatten(0, 1), self.token_of_stream_row, self.stream_row_of_token)
 
     def bank_rows(self, idx: Tensor, slots: int) -> Tensor:
         """Return slots [N, H, w] of a stream as rows [N*H, w] of the whole bank, stream after stream."""
         heads = torch.arange(self.heads, device=idx.device)
-        streams = self._sequence_of_row[:, None] * self.heads + heads  # [N, H]
+        streams = self.sequence_of_row[:, None] * self.heads + heads  # [N, H]
         return self.to_streams(idx + (streams * slots).unsqueeze(-1))
 
     def from_streams(self, readings: Tensor) -> Tensor:
         """Return readings [N*H, D], stream after stream, as [N, H, D]."""
-        by_token = _permute_rows(readings, self._stream_row_of_token, self._token_of_stream_row)
+        by_token = _permute_rows(readings, self.stream_row_of_token, self.token_of_stream_row)
         return by_token.view(self.rows, self.heads, readings.shape[-1])
 
     @property
     def stream_lengths(self) -> Tensor | None:
         """The op's ``lengths``: none, since the streams are packed."""
         return None
-
-    @property
-    def stream_offsets(self) -> Tensor | None:
-        """The op's ``cu_seqlens`` [P+1]."""
-        end = self.cu_seqlens[-1:].long() * self.heads
-        return torch.cat([self._first_stream_rows.flatten(), end])
 
 
 TokenLayout = PaddedLayout | PackedLayout
@@ -203,9 +198,9 @@ def resolve_layout(
         sequences = x.shape[0] // max(tokens, 1)
     if lengths is not None:
         _check_vector("lengths", lengths, sequences, "B", x)
-        if x.device.type == "cpu":
+        if x.device.type == "cpu" and not is_traced(x):
             check_stream_lengths(lengths, tokens)
-    return PaddedLayout(sequences, heads, tokens, lengths)
+    return PaddedLayout.of(sequences, heads, tokens, lengths)
 
 
 def _resolve_packed(x: Tensor, heads: int, cu_seqlens: Tensor, max_seqlen: int | None) -> PackedLayout:
@@ -214,16 +209,17 @@ def _resolve_packed(x: Tensor, heads: int, cu_seqlens: Tensor, max_seqlen: int |
     sequences = max(cu_seqlens.shape[0] - 1, 0) if isinstance(cu_seqlens, Tensor) and cu_seqlens.dim() else 0
     _check_vector("cu_seqlens", cu_seqlens, sequences + 1, "B+1", x)
     rows = x.shape[0]
-    if x.device.type == "cpu":
+    if x.device.type == "cpu" and not is_traced(x):
         offsets = check_stream_offsets(cu_seqlens, rows, max_seqlen)
         longest = max((end - start for start, end in pairwise(offsets)), default=0)
-        return PackedLayout(sequences, heads, longest, rows, cu_seqlens)
+        return PackedLayout.of(heads, longest, rows, cu_seqlens)
     if max_seqlen is None:
         raise ValueError(
-            f"max_seqlen: expected an upper bound of the lengths with cu_seqlens on {x.device}, since the "
-            f"host must not wait for it, got None"
+            f"max_seqlen: expected an upper bound of the lengths with cu_seqlens on {x.device}"
+            f"{' in a compiled or traced call' if x.device.type == 'cpu' else ''}, since the host must not "
+            f"wait for it, got None"
         )
-    return PackedLayout(sequences, heads, max_seqlen, rows, cu_seqlens)
+    return PackedLayout.of(heads, max_seqlen, rows, cu_seqlens)
 
 
 def _check_vector(name: str, vector: Any, count: int, symbol: str, x: Tensor) -> None:

@@ -93,7 +93,6 @@ class SDMLayerState(Cache):
             self.memory[start : start + rows].copy_(self._initial)
         self._seq_len = 0
 
-    @torch.no_grad()
     def update_(self, new_memory: Tensor, seq_len: int = 1) -> None:
         """Make ``new_memory`` the bank's content, in place, and count ``seq_len`` more positions.
 
@@ -110,7 +109,8 @@ class SDMLayerState(Cache):
                 f"new_memory: expected shape {list(self.memory.shape)}, got {list(new_memory.shape)}"
             )
         if new_memory is not self.memory:
-            self.memory.copy_(new_memory)
+            with torch.no_grad():  # not around the method: the compiler cannot trace a decorated one
+                self.memory.copy_(new_memory)
         self._seq_len += seq_len
 
     def __repr__(self) -> str:

@@ -21,6 +21,7 @@ from sdm_rt.ops.checks import (
 )
 from sdm_rt.ops.counters import count_repeats, record_dispatch
 from sdm_rt.ops.decode_launch import decode_on_gpu
+from sdm_rt.ops.library import define, is_traced
 from sdm_rt.runtime.interop import empty_like_caller, is_cupy, producer_stream, to_tensor
 
 __all__ = ["sdm_decode_step"]
@@ -96,11 +97,23 @@ def _decode(
                     f"{name}: requires grad, and sdm_decode_step is not differentiable; use sdm_write_read, "
                     f"or call it under torch.no_grad()"
                 )
+    if is_traced(memory):
+        _, flat = _check(memory, operands, lengths, values=False)
+        out: Tensor = torch.ops.sdm_rt.decode_step(memory, *flat.values(), lengths)
+        return out
     if memory.is_cuda:
-        return decode_on_gpu(memory, operands, lengths, partial(_check, memory, operands, lengths), readings)
-    shape, flat = _check(memory, operands, lengths, values=not memory.is_meta)
-    if memory.is_meta:
-        return memory.new_empty(shape.streams, memory.shape[1])
+        return _on_gpu(memory, operands, lengths, readings)
+    return _recurrence(memory, operands, lengths)
+
+
+def _on_gpu(
+    memory: Tensor, operands: tuple[Tensor, ...], lengths: Tensor | None, readings: Tensor | None
+) -> Tensor:
+    return decode_on_gpu(memory, operands, lengths, partial(_check, memory, operands, lengths), readings)
+
+
+def _recurrence(memory: Tensor, operands: tuple[Tensor, ...], lengths: Tensor | None) -> Tensor:
+    shape, flat = _check(memory, operands, lengths, values=True)
     streams = Streams.sorted_by_length(list(range(shape.streams)), _steps(shape, lengths), memory.device)
     with torch.no_grad():
         out, _, repeats = advance(memory, Tokens(**flat), streams, None)
@@ -161,3 +174,12 @@ def _check(
 def _steps(shape: StreamShape, lengths: Tensor | None) -> list[int]:
     """Return how many tokens each stream takes: 0 or 1."""
     return [1] * shape.streams if lengths is None else check_stream_lengths(lengths, 1)
+
+
+define(
+    "decode_step(Tensor(a!) memory, Tensor k_idx, Tensor k_val, Tensor v, Tensor beta, Tensor g, "
+    "Tensor q_idx, Tensor q_val, Tensor? lengths) -> Tensor",
+    cpu=lambda memory, *arguments: _recurrence(memory, arguments[:-1], arguments[-1]),
+    cuda=lambda memory, *arguments: _on_gpu(memory, arguments[:-1], arguments[-1], None),
+    fake=lambda memory, k_idx, *_: memory.new_empty(k_idx.shape[0], memory.shape[1]),
+)

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 __all__ = ["define", "differentiable_once", "is_traced"]
 
+_dispatch_modes = torch._C._len_torch_dispatch_stack
 _library = torch.library.Library("sdm_rt", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
@@ -25,7 +26,7 @@ def is_traced(tensor: Tensor) -> bool:
         torch.compiler.is_compiling()
         or tensor.is_meta
         or isinstance(tensor, FakeTensor)
-        or torch._C._len_torch_dispatch_stack() > 0
+        or _dispatch_modes() > 0
     )
 
 

@@ -11,7 +11,13 @@ from torch import Tensor
 
 from sdm_rt.cpu import topk as definition
 from sdm_rt.ops.checks import BANK_DTYPES, MAX_ENTRIES, check_int, check_sequence
-from sdm_rt.ops.topk_launch import topk_on_gpu
+from sdm_rt.ops.library import define, differentiable_once, is_traced
+from sdm_rt.ops.topk_launch import (
+    empty_gradient,
+    empty_selection,
+    select_backward_on_gpu,
+    select_on_gpu,
+)
 from sdm_rt.runtime.interop import producer_stream, to_caller, to_tensor
 
 __all__ = ["product_key_topk"]
@@ -75,11 +81,15 @@ def product_key_topk(raw: Any, factors: Sequence[int], k: int) -> tuple[Any, Any
             return to_caller(val, raw), to_caller(idx, raw)
     factors = _checked_factors(factors)
     _check(raw, factors, k)
-    if raw.device.type != "cuda":
+    if raw.device.type == "cuda":
+        if raw.dtype == torch.float64:
+            raise TypeError(
+                "raw: expected dtype float32, bfloat16 or float16 on a GPU, got float64 (CPU only)"
+            )
+    elif not is_traced(raw):
         return definition.product_key_topk(raw, factors, k)
-    if raw.dtype == torch.float64:
-        raise TypeError("raw: expected dtype float32, bfloat16 or float16 on a GPU, got float64 (CPU only)")
-    return topk_on_gpu(raw, factors, k)
+    val, idx = torch.ops.sdm_rt.product_key_topk(raw, factors, k)
+    return val, idx
 
 
 def _checked_factors(factors: Sequence[int]) -> tuple[int, ...]:
@@ -101,3 +111,40 @@ def _check(raw: Tensor, factors: tuple[int, ...], k: int) -> None:
             f"raw: expected shape [..., {sum(factors)}], the sum of factors {factors}, got {list(raw.shape)}"
         )
     check_int("k", k, 1, MAX_ENTRIES)
+
+
+def _select_backward(grad_val: Tensor, idx: Tensor, factors: Sequence[int], k: int) -> Tensor:
+    return definition.select_backward(grad_val, idx, factors)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, list[int], int], output: tuple[Tensor, Tensor]) -> None:
+    _, ctx.factors, ctx.k = inputs
+    ctx.save_for_backward(output[1])
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(
+    ctx: Any, grad_val: Tensor | None, _grad_idx: Tensor | None
+) -> tuple[Tensor | None, None, None]:
+    (idx,) = ctx.saved_tensors
+    if grad_val is None:
+        return None, None, None
+    return torch.ops.sdm_rt.product_key_topk_backward(grad_val, idx, ctx.factors, ctx.k), None, None
+
+
+define(
+    "product_key_topk(Tensor raw, int[] factors, int k) -> (Tensor, Tensor)",
+    cpu=definition.select,
+    cuda=select_on_gpu,
+    fake=empty_selection,
+    backward=_backward,
+    setup_context=_save,
+)
+define(
+    "product_key_topk_backward(Tensor grad_val, Tensor idx, int[] factors, int k) -> Tensor",
+    cpu=_select_backward,
+    cuda=select_backward_on_gpu,
+    fake=empty_gradient,
+    backward=differentiable_once,
+)

@@ -1,12 +1,9 @@
-"""Product-key top-k on a GPU: prepared launches behind two operators of ``torch.library``.
-
-The operators make the call one node of a graph: PyTorch's compiler and fake tensors see shapes alone, and the
-gradient is itself an operator. A launch is prepared once a shape and thread; later calls write pointers.
-"""
+"""Product-key top-k on a GPU: a launch is prepared once a shape and thread; later calls write pointers."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +19,7 @@ from sdm_rt.runtime.compile import kernels
 from sdm_rt.runtime.interop import current_stream
 from sdm_rt.runtime.launcher import PreparedLaunch, prepare
 
-__all__ = ["topk_on_gpu"]
+__all__ = ["empty_gradient", "empty_selection", "select_backward_on_gpu", "select_on_gpu"]
 
 _PLANNERS = {"topk": plan_topk, "topk_backward": plan_topk_backward}
 
@@ -58,24 +55,43 @@ def _launch(entry: str, shape: TopkShape, index: int, tensors: dict[str, Tensor]
     return ready.plan
 
 
-def _shape(scores: Tensor, rows: int, factors: list[int], k: int) -> TopkShape:
+def _shape(scores: Tensor, rows: int, factors: Sequence[int], k: int) -> TopkShape:
     return TopkShape(rows, tuple(factors), k, BANK_NAMES[scores.dtype])
 
 
-def _empty_selection(raw: Tensor, factors: list[int], k: int) -> tuple[Tensor, Tensor]:
+def empty_selection(raw: Tensor, factors: Sequence[int], k: int) -> tuple[Tensor, Tensor]:
+    """Return room for the values and slots selected from ``raw`` [..., sum(factors)]."""
     shape = (*raw.shape[:-1], _selected(factors, k))
     return raw.new_empty(shape), raw.new_empty(shape, dtype=torch.int64)
 
 
-def _selected(factors: list[int], k: int) -> int:
+def _selected(factors: Sequence[int], k: int) -> int:
     selected = 1
     for width in factors:
         selected = min(selected * width, k)
     return selected
 
 
-def _select(raw: Tensor, factors: list[int], k: int) -> tuple[Tensor, Tensor]:
-    val, idx = _empty_selection(raw, factors, k)
+def select_on_gpu(raw: Tensor, factors: Sequence[int], k: int) -> tuple[Tensor, Tensor]:
+    """Select on a GPU.
+
+    Parameters
+    ----------
+    raw : Tensor
+        Factor scores [..., sum(factors)], float32, bfloat16 or float16, checked.
+    factors : sequence of int
+        Factor widths.
+    k : int
+        Slots to select.
+
+    Returns
+    -------
+    val : Tensor
+        Scores [..., min(k, S)] in the dtype of ``raw``.
+    idx : Tensor
+        Slots, int64, ascending.
+    """
+    val, idx = empty_selection(raw, factors, k)
     if raw.numel():
         shape = _shape(raw, raw.numel() // raw.shape[-1], factors, k)
         tensors = {"raw": raw.contiguous(), "val": val, "idx": idx}
@@ -84,63 +100,16 @@ def _select(raw: Tensor, factors: list[int], k: int) -> tuple[Tensor, Tensor]:
     return val, idx
 
 
-def _empty_gradient(grad_val: Tensor, idx: Tensor, factors: list[int], k: int) -> Tensor:
+def empty_gradient(grad_val: Tensor, idx: Tensor, factors: Sequence[int], k: int) -> Tensor:
+    """Return room for the gradient of the factor scores."""
     return grad_val.new_empty((*idx.shape[:-1], sum(factors)))
 
 
-def _gradient(grad_val: Tensor, idx: Tensor, factors: list[int], k: int) -> Tensor:
-    grad_raw = _empty_gradient(grad_val, idx, factors, k)
+def select_backward_on_gpu(grad_val: Tensor, idx: Tensor, factors: Sequence[int], k: int) -> Tensor:
+    """Return the gradient of the factor scores from that of the selected scores, on a GPU."""
+    grad_raw = empty_gradient(grad_val, idx, factors, k)
     if idx.numel():
         shape = _shape(grad_val, idx.numel() // idx.shape[-1], factors, k)
         tensors = {"idx": idx.contiguous(), "grad_val": grad_val.contiguous(), "grad_raw": grad_raw}
         _launch("topk_backward", shape, idx.get_device(), tensors)
     return grad_raw
-
-
-def _save(ctx: Any, inputs: tuple[Tensor, list[int], int], output: tuple[Tensor, Tensor]) -> None:
-    _, ctx.factors, ctx.k = inputs
-    ctx.save_for_backward(output[1])
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-
-
-def _backward(
-    ctx: Any, grad_val: Tensor | None, _grad_idx: Tensor | None
-) -> tuple[Tensor | None, None, None]:
-    (idx,) = ctx.saved_tensors
-    if grad_val is None:
-        return None, None, None
-    return torch.ops.sdm_rt.product_key_topk_backward(grad_val, idx, ctx.factors, ctx.k), None, None
-
-
-_library = torch.library.Library("sdm_rt", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("product_key_topk(Tensor raw, int[] factors, int k) -> (Tensor, Tensor)")  # type: ignore[no-untyped-call]
-_library.define("product_key_topk_backward(Tensor grad_val, Tensor idx, int[] factors, int k) -> Tensor")  # type: ignore[no-untyped-call]
-_library.impl("product_key_topk", _select, "CUDA")  # type: ignore[no-untyped-call]
-_library.impl("product_key_topk_backward", _gradient, "CUDA")  # type: ignore[no-untyped-call]
-torch.library.register_fake("sdm_rt::product_key_topk", _empty_selection, lib=_library)
-torch.library.register_fake("sdm_rt::product_key_topk_backward", _empty_gradient, lib=_library)
-torch.library.register_autograd("sdm_rt::product_key_topk", _backward, setup_context=_save, lib=_library)
-
-
-def topk_on_gpu(raw: Tensor, factors: tuple[int, ...], k: int) -> tuple[Tensor, Tensor]:
-    """Select on a GPU.
-
-    Parameters
-    ----------
-    raw : Tensor
-        Factor scores [..., sum(factors)], float32, bfloat16 or float16, checked.
-    factors : tuple of int
-        Factor widths.
-    k : int
-        Slots to select.
-
-    Returns
-    -------
-    val : Tensor
-        Scores [..., min(k, S)] in the dtype of ``raw``; differentiable once.
-    idx : Tensor
-        Slots, int64, ascending.
-    """
-    val, idx = torch.ops.sdm_rt.product_key_topk(raw, factors, k)
-    return val, idx

@@ -121,10 +121,6 @@ def _backward(ctx: Any, grad_readings: Tensor | None, grad_final: Tensor | None,
     return memory, None, k_val, v, beta, g, None, q_val, None, None, *[None] * len(ctx.numbers)
 
 
-def _no_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Save nothing: the backward refuses."""
-
-
 define(
     f"write_read(Tensor memory, {_TOKENS}, {_STREAMS}, {_NUMBERS}) -> (Tensor, Tensor, Tensor[])",
     cpu=_write_read,
@@ -140,7 +136,6 @@ define(
     cuda=_write_read_backward,
     fake=_fake_write_read_backward,
     backward=differentiable_once,
-    setup_context=_no_context,
 )
 define(
     f"write_read_inplace(Tensor(a!) memory, {_TOKENS}, {_STREAMS}, {_NUMBERS}) -> Tensor",

@@ -49,6 +49,9 @@ def check(backend: Backend, chunks: Chunks, *, seed: int = 0) -> tuple[Tensor, T
         if chunks.lengths is not None:
             absent |= (torch.arange(absent.shape[1]) >= chunks.lengths[:, None])[..., None]
         assert not one[absent].any(), f"{name}: an absent or padded entry has a gradient"
+    same = chunks.k_idx[:, :, :, None] == chunks.k_idx[:, :, None, :]
+    assert not got[2][same.tril(-1).any(dim=3)].any(), "a repeat has a gradient of its gate"
+    assert not got[2][chunks.g.isneginf().expand_as(got[2])].any(), "a gate of -inf has a gradient"
     return got
 
 
@@ -103,6 +106,36 @@ def test_a_pair_without_an_owner_between_leaves_the_gates_alone(backend: Backend
     d_qk[0, 3, 1] = 1.7
     _, _, grad_g = phase1_backward(backend, chunks, Gradients(d_a, d_qk, zeros, zeros, zeros))
     assert (grad_g[0, :, 0] != 0).tolist() == [False, False, False, True]
+
+
+def test_large_terms_of_pairs_without_an_owner_between_do_not_blur_the_gates(backend: Backend) -> None:
+    """They cancel out of every gate's gradient; left in, their roundings would be larger than the rest."""
+    chunks = make_chunks(2, 24, 1, 1, 2, writes="one slot", gate_per_write=True, seed=6)
+    chunks.k_idx[:, 1::3] = chunks.slots  # absent: some tokens read and do not write
+    chunks.q_idx[:] = 0
+    gradients = gradients_of(chunks)
+    for token in range(24):
+        latest = token - (token % 3 == 1)
+        gradients.d_qk[:, token, latest] *= 1e8
+    got = phase1_backward(backend, chunks, gradients)
+    want = backward_definition(chunks, gradients)
+    for name, one, two in zip(GRADIENTS, got, want, strict=True):
+        assert_close(name, one, two, torch.float32, tolerance=ROUNDED[torch.float32])
+
+
+def test_large_terms_that_cancel_leave_the_small_ones(backend: Backend) -> None:
+    """Sums over pairs are compensated: +2^20, a small term, -2^20, and so on along rows and columns."""
+    chunks = make_chunks(1, 64, 1, 1, 1, writes="one slot", gates="zero", gate_per_write=True)
+    chunks.k_val[:], chunks.q_val[:] = 0.5, 0.5
+    gradients = gradients_of(chunks)
+    row, column = torch.arange(32)[:, None], torch.arange(30)
+    large = 2.0**20 * (1 - 2 * (row % 2)) * (1 - column % 3)
+    for cells in (gradients.d_a, gradients.d_qk):
+        corner = cells[0, 32:, :30]
+        corner.copy_(large.where(large != 0, corner))
+    got = phase1_backward(backend, chunks, gradients)
+    for name, one, want in zip(GRADIENTS, got, backward_definition(chunks, gradients), strict=True):
+        assert_close(name, one, want, torch.float32, tolerance=ROUNDED[torch.float32])
 
 
 def test_what_lies_above_the_diagonal_is_not_read(backend: Backend) -> None:

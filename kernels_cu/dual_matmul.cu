@@ -14,41 +14,13 @@
 //         2 + SAVE tiles of side * (side + 4) floats less the last 4.
 #include "chunk.cuh"
 #include "numeric.cuh"
+#include "tiles.cuh"
 
 #define TILE 64
 #define GROUPS (COLUMNS / 4)
 #define THREADS (TILE / 2 * GROUPS)
 #define BATCH 8
 
-// Starts copying the tile at (row, column) of a [C, C] matrix to rows of side + 4 floats; beyond the matrix 0. Visible
-// after a wait and a barrier.
-static __device__ __forceinline__ void load_tile(float* tile, const float* matrix, int row, int column, int side,
-                                                 int C) {
-    const int quarters = side / 4;
-    for (int cell = threadIdx.x; cell < side * quarters; cell += THREADS) {
-        const int r = cell / quarters, c = cell % quarters * 4;
-        const float* const from = matrix + static_cast<long long>(row + r) * C + column + c;
-        float* const to = tile + r * (side + 4) + c;
-        if (row + r < C && C % 4 == 0 && column + c < C) {
-            ptx::copy_async_16(to, from);
-        } else {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                if (row + r < C && column + c + i < C)
-                    ptx::copy_async_4(to + i, from + i);
-                else
-                    to[i] = 0.0f;
-            }
-        }
-    }
-}
-
-static __device__ __forceinline__ void add_product(float4& sum, float factor, const float4& x) {
-    sum.x = fmaf(factor, x.x, sum.x);
-    sum.y = fmaf(factor, x.y, sum.y);
-    sum.z = fmaf(factor, x.z, sum.z);
-    sum.w = fmaf(factor, x.w, sum.w);
-}
 static __device__ __forceinline__ float4 scaled(const float4& x, const float* weights, int i) {
     if (weights == nullptr) return x;
     const float weight = weights[i];
@@ -106,10 +78,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     strength += n * C;
 
     const Chunk chunk = chunk_at(static_cast<long long>(step) * P + p, P, T, C, lengths, cu_seqlens, wide);
-    load_tile(tile_x, x, 0, 0, side, C);
-    load_tile(tile_qx, qx, 0, 0, side, C);
+    load_tile<THREADS>(tile_x, x, 0, 0, side, C);
+    load_tile<THREADS>(tile_qx, qx, 0, 0, side, C);
 #if SAVE
-    load_tile(tile_a, a, 0, 0, side, C);
+    load_tile<THREADS>(tile_a, a, 0, 0, side, C);
 #endif
     ptx::copy_commit();
     // A batch of loads before the first store: the compiler may not move one across the other.
@@ -144,8 +116,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         for (int begin = 0; begin <= first; begin += TILE) {
             if (first > 0) {
                 __syncthreads();
-                load_tile(tile_x, x, first, begin, side, C);
-                load_tile(tile_qx, qx, first, begin, side, C);
+                load_tile<THREADS>(tile_x, x, first, begin, side, C);
+                load_tile<THREADS>(tile_qx, qx, first, begin, side, C);
                 ptx::copy_commit();
                 ptx::copy_wait<0>();
                 __syncthreads();
@@ -182,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         for (int begin = 0; begin <= first; begin += TILE) {
             if (first > 0) {
                 __syncthreads();
-                load_tile(tile_a, a, first, begin, side, C);
+                load_tile<THREADS>(tile_a, a, first, begin, side, C);
                 ptx::copy_commit();
                 ptx::copy_wait<0>();
                 __syncthreads();

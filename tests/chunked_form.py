@@ -113,17 +113,26 @@ def forward(
     q_idx: Tensor,
     q_val: Tensor,
     chunk_size: int,
+    round_rows: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, list[Chunk]]:
-    """One stream ([S, D] and [T, *]): readings [T, D], the final bank, and the chunks for ``backward``."""
+    """One stream ([S, D] and [T, *]): readings [T, D], the final bank, and the chunks for ``backward``.
+
+    With ``round_rows`` the bank is rounded to that dtype at the end of every chunk.
+    """
     chunks, readings = [], []
     for first in range(0, k_idx.shape[0], chunk_size):
         part = slice(first, first + chunk_size)
         chunk, y, bank = _prepare(
             bank, k_idx[part], k_val[part], v[part], beta[part], g[part], q_idx[part], q_val[part]
         )
+        bank = _rounded(bank, round_rows)
         chunks.append(chunk)
         readings.append(y)
     return torch.cat(readings), bank, chunks
+
+
+def _rounded(rows: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return rows if dtype is None else rows.to(dtype).to(rows.dtype)
 
 
 def _pair_sums(
@@ -138,7 +147,9 @@ def _pair_sums(
     )
 
 
-def _backward_chunk(chunk: Chunk, gr: Tensor, grad_after: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def _backward_chunk(
+    chunk: Chunk, gr: Tensor, grad_after: Tensor, round_rows: torch.dtype | None
+) -> tuple[Tensor, dict[str, Tensor]]:
     c = chunk
     C, slots = c.k_idx.shape[0], c.start.shape[0]
     keys, queries = _dense(c.k_idx, c.k_val, slots), _dense(c.q_idx, c.q_val, slots)
@@ -150,7 +161,8 @@ def _backward_chunk(chunk: Chunk, gr: Tensor, grad_after: Tensor) -> tuple[Tenso
     d_tot = decay * (grad_after * c.start).sum(1)
     d_k_eff = (-c.beta * lam) @ c.start.T
     d_q_w = gr @ c.start.T
-    grad_before = decay[:, None] * grad_after + (keys * to).T @ (-c.beta * lam) + (queries * to).T @ gr
+    of_writes = _rounded(decay[:, None] * grad_after + (keys * to).T @ (-c.beta * lam), round_rows)
+    grad_before = _rounded(of_writes + (queries * to).T @ gr, round_rows)
     strictly_lower = torch.tril(torch.ones(C, C, dtype=gr.dtype), diagonal=-1)
     lower = strictly_lower + torch.eye(C, dtype=gr.dtype)
     d_a = c.beta * -(lam @ c.delta.T) * strictly_lower
@@ -174,13 +186,22 @@ def _backward_chunk(chunk: Chunk, gr: Tensor, grad_after: Tensor) -> tuple[Tenso
     }
 
 
-def backward(chunks: list[Chunk], grad_readings: Tensor, grad_bank: Tensor) -> dict[str, Tensor]:
-    """Gradients of one stream by the formulas of the specification; that of g comes per write, [T, W]."""
+def backward(
+    chunks: list[Chunk],
+    grad_readings: Tensor,
+    grad_bank: Tensor,
+    round_rows: torch.dtype | None = None,
+) -> dict[str, Tensor]:
+    """Gradients of one stream by the formulas of the specification; that of g comes per write, [T, W].
+
+    With ``round_rows`` the bank's gradient is rounded to that dtype after the writes of a chunk and after its
+    reads.
+    """
     parts = []
     stop = grad_readings.shape[0]
     for chunk in reversed(chunks):
         start = stop - chunk.k_idx.shape[0]
-        grad_bank, part = _backward_chunk(chunk, grad_readings[start:stop], grad_bank)
+        grad_bank, part = _backward_chunk(chunk, grad_readings[start:stop], grad_bank, round_rows)
         parts.append(part)
         stop = start
     gradients = {name: torch.cat([part[name] for part in reversed(parts)]) for name in parts[0]}

@@ -12,6 +12,7 @@ import torch
 from sdm_rt.bench.cases import CASES
 from sdm_rt.bench.decode import DecodeBench, bench_decode
 from sdm_rt.bench.forward import bench_forward
+from sdm_rt.bench.training import bench_training
 from sdm_rt.runtime import device
 
 __all__ = ["add_arguments", "run"]
@@ -19,9 +20,11 @@ __all__ = ["add_arguments", "run"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options to ``parser``."""
-    parser.add_argument("--phase", choices=("decode", "forward"), required=True)
-    parser.add_argument("--case", choices=tuple(CASES), nargs="+", help="of the forward (default: all)")
-    parser.add_argument("--kernels", action="store_true", help="time each kernel of the forward too")
+    parser.add_argument("--phase", choices=("decode", "forward", "training"), required=True)
+    parser.add_argument(
+        "--case", choices=tuple(CASES), nargs="+", help="of the forward and training (default: all)"
+    )
+    parser.add_argument("--kernels", action="store_true", help="time each kernel too")
     parser.add_argument("--no-start", action="store_true", help="leave out decode's cold and warm start")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
 
@@ -33,6 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
     figures: dict[str, Any] = {"gpu": gpu.name, "torch": torch.__version__}
     if arguments.phase == "decode":
         figures |= bench_decode(DecodeBench(), starts=not arguments.no_start)
+    elif arguments.phase == "training":
+        figures |= bench_training(arguments.case or tuple(CASES), arguments.kernels)
     else:
         figures |= bench_forward(arguments.case or tuple(CASES), arguments.kernels)
     if arguments.json is not None:

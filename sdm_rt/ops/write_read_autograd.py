@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sdm_rt.ops.inplace_call import InplaceCall
 from sdm_rt.ops.write_read_call import TOKEN_TENSORS, Gradients, WriteReadCall
-from sdm_rt.ops.write_read_paths import TrainingPath, training_path_of
+from sdm_rt.ops.write_read_paths import Path, path_of
 
 __all__ = ["run_backward", "write_read_in_place", "write_read_with_final_bank"]
 
@@ -20,7 +20,7 @@ class _WriteRead(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        path: TrainingPath,
+        path: Path,
         call: WriteReadCall,
         stream_names: tuple[str, ...],
         functional: bool,
@@ -74,7 +74,7 @@ class _WriteRead(torch.autograd.Function):
 
 
 def run_backward(
-    path: TrainingPath,
+    path: Path,
     call: WriteReadCall,
     bank: Tensor,
     flat: dict[str, Tensor],
@@ -120,7 +120,7 @@ def write_read_with_final_bank(
 def _apply(
     memory: Tensor, flat: dict[str, Tensor], call: WriteReadCall, streams: dict[str, Tensor], functional: bool
 ) -> Any:
-    path = training_path_of(memory.device)
+    path = path_of(memory.device)
     return _WriteRead.apply(  # type: ignore[no-untyped-call]
         path, call, tuple(streams), functional, memory, *flat.values(), *streams.values()
     )

@@ -10,16 +10,30 @@ from torch import Tensor
 
 from sdm_rt.errors import UnsupportedConfigurationError
 from sdm_rt.ops.bound_plans import bound_plan
-from sdm_rt.ops.checks import StreamShape
 from sdm_rt.ops.counters import device_repeats, record_dispatch
 from sdm_rt.ops.decode_launch import BANK_NAMES
-from sdm_rt.plan.buffer import Buffer
-from sdm_rt.plan.forward import forward_constants, plan_forward
+from sdm_rt.ops.write_read_call import WriteReadCall
+from sdm_rt.plan.buffer import Arena, Buffer
+from sdm_rt.plan.forward import forward_constants, kept_buffers, plan_forward
 from sdm_rt.plan.shapes import MAX_SLOTS, WriteReadShape
 from sdm_rt.plan.step_plan import StepPlan
 from sdm_rt.runtime.interop import current_stream
 
-__all__ = ["BankLayout", "allocate", "forward_on_gpu", "forward_shape", "operands_of", "pointers_of"]
+__all__ = [
+    "BankLayout",
+    "allocate",
+    "covers_every_row",
+    "finish_bank",
+    "forward_on_gpu",
+    "new_arena",
+    "operands_of",
+    "output_like",
+    "planned_shape",
+    "pointers_of",
+    "saved_bytes",
+    "stream_numbers",
+    "training_forward_on_gpu",
+]
 
 WORD_BYTES = 16
 BUFFER_DTYPES = {
@@ -59,53 +73,50 @@ class BankLayout:
         return cls(copied, row_stride, gcd(WORD_BYTES, start, row_stride * memory.element_size()))
 
 
-def forward_shape(
-    memory: Tensor,
-    flat: dict[str, Tensor],
-    shape: StreamShape,
-    longest: int,
-    chunk_size: int,
-    alignment: int,
+def planned_shape(
+    memory: Tensor, operands: dict[str, Tensor], call: WriteReadCall, alignment: int, training: bool
 ) -> WriteReadShape:
-    """Return what plans read of a call that saves nothing.
+    """Return what plans read of a call.
 
     Parameters
     ----------
     memory : Tensor
         The bank [rows, D].
-    flat : dict of Tensor
-        The token tensors [rows, *].
-    shape : StreamShape
-        The call's layout.
-    longest : int
-        T, tokens of the longest stream.
-    chunk_size : int
-        C.
+    operands : dict of Tensor
+        The token tensors as `operands_of` returns them.
+    call : WriteReadCall
+        The call beside its tensors.
     alignment : int
         As of `BankLayout`.
+    training : bool
+        Whether it saves what a backward needs.
 
     Raises
     ------
     UnsupportedConfigurationError
         For more slots a stream than the kernels can number.
     """
+    shape = call.shape
     if shape.slots > MAX_SLOTS:
         raise UnsupportedConfigurationError(
             f"memory: {shape.slots} slots a stream are more than the kernels' {MAX_SLOTS}; use more streams "
             f"(heads)"
         )
+    bank_dtype = BANK_NAMES[memory.dtype]
     return WriteReadShape(
         streams=shape.streams,
-        tokens=longest,
-        chunk=chunk_size,
-        writes=flat["k_idx"].shape[1],
-        reads=flat["q_idx"].shape[1],
+        tokens=call.longest,
+        chunk=call.chunk_size,
+        writes=operands["k_idx"].shape[1],
+        reads=operands["q_idx"].shape[1],
         head_dim=memory.shape[1],
         slots=max(shape.slots, 1),
-        bank_dtype=BANK_NAMES[memory.dtype],
-        index_dtype=str(flat["k_idx"].dtype).removeprefix("torch."),
-        gates_per_write=flat["g"].shape[1] > 1,
-        training=False,
+        bank_dtype=bank_dtype,
+        gradient_bank_dtype="float32" if training and call.grad_bank_fp32 else bank_dtype,
+        index_dtype=str(operands["k_idx"].dtype).removeprefix("torch."),
+        gates_per_write=operands["g"].shape[1] > 1,
+        snapshot=call.snapshot_quant if training else "none",
+        training=training,
         alignment=alignment,
     )
 
@@ -130,17 +141,36 @@ def allocate(buffers: tuple[Buffer, ...], device: torch.device) -> dict[str, Ten
 
 def pointers_of(plan: StepPlan, tensors: dict[str, Tensor]) -> dict[str, int]:
     """Return the address of every pointer argument of a plan; 0 for a tensor that the call does without."""
-    names = {a.name for launch in plan.kernels() for a in launch.arguments if a.kind == "pointer"}
-    return {name: tensors[name].data_ptr() if name in tensors else 0 for name in names}
+    return {name: tensors[name].data_ptr() if name in tensors else 0 for name in plan.pointer_names}
+
+
+def new_arena(arena: Arena, device: torch.device) -> Tensor:
+    """Return memory for buffers laid out in one block, from PyTorch's allocator."""
+    return torch.empty(arena.bytes, dtype=torch.uint8, device=device)
+
+
+def output_like(memory: Tensor, rows: int, columns: int, covered: bool, dtype: torch.dtype) -> Tensor:
+    """Return an output [rows, columns]; zeros unless the kernels write every row."""
+    make = memory.new_empty if covered else memory.new_zeros
+    return make(rows, columns, dtype=dtype)
+
+
+def covers_every_row(call: WriteReadCall, streams: dict[str, Tensor]) -> bool:
+    """Return whether the chunks of a call reach every row of its token tensors."""
+    return "cu_seqlens" not in streams and call.longest == call.shape.tokens
+
+
+def stream_numbers(layout: BankLayout, call: WriteReadCall, streams: dict[str, Tensor]) -> dict[str, int]:
+    """Return the numbers among the arguments that follow from a call's tensors."""
+    return {
+        "row_stride": layout.row_stride,
+        "shared_bank": int(call.shape.shared_bank),
+        "wide": int(any(tensor.dtype == torch.int64 for tensor in streams.values())),
+    }
 
 
 def forward_on_gpu(
-    memory: Tensor,
-    flat: dict[str, Tensor],
-    shape: StreamShape,
-    streams: dict[str, Tensor],
-    longest: int,
-    chunk_size: int,
+    memory: Tensor, flat: dict[str, Tensor], call: WriteReadCall, streams: dict[str, Tensor]
 ) -> Tensor:
     """Run a call that saves nothing.
 
@@ -150,51 +180,86 @@ def forward_on_gpu(
         The bank [rows, D] on a GPU, advanced in place.
     flat : dict of Tensor
         The token tensors [rows, *], checked.
-    shape : StreamShape
-        The call's layout.
+    call : WriteReadCall
+        The call beside its tensors.
     streams : dict of Tensor
         ``lengths`` or ``cu_seqlens``, where given.
-    longest : int
-        T, tokens of the longest stream.
-    chunk_size : int
-        C.
 
     Returns
     -------
     Tensor
         Readings [rows, D].
     """
+    return _advance(memory, flat, call, streams, training=False)[0]
+
+
+def training_forward_on_gpu(
+    memory: Tensor, flat: dict[str, Tensor], call: WriteReadCall, streams: dict[str, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Run a call that saves what its backward needs, in one block of bytes.
+
+    Parameters are those of `forward_on_gpu`.
+
+    Returns
+    -------
+    readings : Tensor
+        [rows, D].
+    saved : Tensor
+        uint8 [bytes]: the buffers of `sdm_rt.plan.forward.kept_buffers`, laid out by ``Arena``.
+    """
+    return _advance(memory, flat, call, streams, training=True)
+
+
+def saved_bytes(memory: Tensor, flat: dict[str, Tensor], call: WriteReadCall) -> int:
+    """Return the bytes that `training_forward_on_gpu` saves, from shapes and dtypes alone."""
+    if call.shape.rows == 0 or call.longest == 0 or call.shape.streams == 0:
+        return 0
+    return Arena.of(kept_buffers(planned_shape(memory, flat, call, 1, training=True))).bytes
+
+
+def _advance(
+    memory: Tensor, flat: dict[str, Tensor], call: WriteReadCall, streams: dict[str, Tensor], training: bool
+) -> tuple[Tensor, Tensor]:
     layout = BankLayout.of(memory)
     operands = operands_of(memory, flat)
-    readings = memory.new_zeros(shape.rows, memory.shape[1])
-    if shape.rows == 0 or longest == 0:
-        return readings
-    planned = forward_shape(memory, operands, shape, longest, chunk_size, layout.alignment)
+    rows, device = call.shape.rows, memory.device
+    covered = covers_every_row(call, streams)
+    readings = output_like(memory, rows, memory.shape[1], covered, memory.dtype)
+    if rows == 0 or call.longest == 0:
+        return readings, torch.empty(0, dtype=torch.uint8, device=device)
+    planned = planned_shape(memory, operands, call, layout.alignment, training)
     bound = bound_plan(plan_forward, planned, memory.get_device(), forward_constants)
     plan = bound.plan
     bank = memory.detach().contiguous() if layout.copied else memory.detach()
-    lengths = {name: tensor.contiguous() for name, tensor in streams.items()}
+    streams = {name: tensor.contiguous() for name, tensor in streams.items()}
+    kept = Arena.of(buffer for buffer in plan.buffers if buffer.kept)
+    scratch = Arena.of(buffer for buffer in plan.buffers if not buffer.kept)
+    saved, working = new_arena(kept, device), new_arena(scratch, device)
     tensors = {
         "memory": bank,
         "readings": readings,
-        "repeats": device_repeats(memory.device),
+        "repeats": device_repeats(device),
         **operands,
-        **lengths,
-        **allocate(plan.buffers, memory.device),
+        **streams,
     }
     bound.set(
         {
             **pointers_of(plan, tensors),
-            "row_stride": layout.row_stride,
-            "shared_bank": int(shape.shared_bank),
-            "wide": int(any(tensor.dtype == torch.int64 for tensor in lengths.values())),
+            **kept.addresses(saved.data_ptr()),
+            **scratch.addresses(working.data_ptr()),
+            **stream_numbers(layout, call, streams),
         }
     )
     bound.run(current_stream(memory.get_device()))
+    finish_bank(memory, bank, layout)
+    record_dispatch({"op": "sdm_write_read", "path": "gpu", "schedule": "stepwise", "plan": plan})
+    return readings, saved
+
+
+def finish_bank(memory: Tensor, bank: Tensor, layout: BankLayout) -> None:
+    """Bring what the kernels did to ``bank`` into ``memory``, and tell autograd."""
     if layout.copied:
         with torch.no_grad():
             memory.copy_(bank)
     elif not memory.is_inference():
         torch.autograd.graph.increment_version(memory)
-    record_dispatch({"op": "sdm_write_read", "path": "gpu", "schedule": "stepwise", "plan": plan})
-    return readings

@@ -18,7 +18,7 @@ from sdm_rt.ops.library import define, differentiable_once
 from sdm_rt.ops.write_read_autograd import run_backward
 from sdm_rt.ops.write_read_call import TOKEN_TENSORS, WriteReadCall, check_values, needs_backward
 from sdm_rt.ops.write_read_flops import backward_flops, forward_flops
-from sdm_rt.ops.write_read_paths import path_of, training_path_of
+from sdm_rt.ops.write_read_paths import path_of
 
 __all__ = ["traced_write_read"]
 
@@ -54,14 +54,14 @@ def _write_read(memory: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, list[T
     at = _Arguments(arguments)
     at.check_if_asked(memory)
     bank = memory.clone(memory_format=torch.contiguous_format)
-    path = training_path_of(memory.device)
+    path = path_of(memory.device)
     readings, saved = path.training_forward(bank, at.flat, at.call, at.streams)
     return readings, bank, list(saved)
 
 
 def _fake_write_read(memory: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     at = _Arguments(arguments)
-    saved = training_path_of(memory.device).empty_saved(memory, at.flat, at.call)
+    saved = path_of(memory.device).empty_saved(memory, at.flat, at.call)
     return _fake_readings(memory, *arguments), memory.new_empty(memory.shape), list(saved)
 
 
@@ -84,7 +84,7 @@ def _write_read_backward(
 ) -> tuple[Tensor, ...]:
     at = _Arguments(arguments)
     return run_backward(
-        training_path_of(final.device),
+        path_of(final.device),
         at.call,
         final.clone(memory_format=torch.contiguous_format),
         at.flat,

@@ -10,10 +10,11 @@ from torch import Tensor
 from sdm_rt.cpu.recurrence import Saved, Streams, Tokens, advance, retreat, sum_dtype
 from sdm_rt.cpu.snapshot import RowSnapshot
 from sdm_rt.ops.counters import count_repeats, record_dispatch
+from sdm_rt.ops.write_read_backward_launch import backward_on_gpu
 from sdm_rt.ops.write_read_call import Gradients, WriteReadCall, check_values, stream_spans
-from sdm_rt.ops.write_read_launch import forward_on_gpu
+from sdm_rt.ops.write_read_launch import forward_on_gpu, saved_bytes, training_forward_on_gpu
 
-__all__ = ["Path", "TrainingPath", "path_of", "training_path_of"]
+__all__ = ["Path", "path_of"]
 
 
 class Path(Protocol):
@@ -26,10 +27,6 @@ class Path(Protocol):
         self, bank: Tensor, flat: dict[str, Tensor], call: WriteReadCall, streams: dict[str, Tensor]
     ) -> Tensor:
         """Advance the bank in place, save nothing; return the readings [rows, D]."""
-
-
-class TrainingPath(Path, Protocol):
-    """A path with a backward."""
 
     def training_forward(
         self, bank: Tensor, flat: dict[str, Tensor], call: WriteReadCall, streams: dict[str, Tensor]
@@ -126,7 +123,29 @@ class _Kernels:
     def forward(
         self, bank: Tensor, flat: dict[str, Tensor], call: WriteReadCall, streams: dict[str, Tensor]
     ) -> Tensor:
-        return forward_on_gpu(bank, flat, call.shape, streams, call.longest, call.chunk_size)
+        return forward_on_gpu(bank, flat, call, streams)
+
+    def training_forward(
+        self, bank: Tensor, flat: dict[str, Tensor], call: WriteReadCall, streams: dict[str, Tensor]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        readings, saved = training_forward_on_gpu(bank, flat, call, streams)
+        return readings, (saved,)
+
+    def empty_saved(self, bank: Tensor, flat: dict[str, Tensor], call: WriteReadCall) -> tuple[Tensor, ...]:
+        return (bank.new_empty(saved_bytes(bank, flat, call), dtype=torch.uint8),)
+
+    def backward(
+        self,
+        bank: Tensor,
+        flat: dict[str, Tensor],
+        call: WriteReadCall,
+        streams: dict[str, Tensor],
+        saved: tuple[Tensor, ...],
+        grad_readings: Tensor,
+        grad_final: Tensor | None,
+    ) -> Gradients:
+        (kept,) = saved
+        return backward_on_gpu(bank, flat, call, streams, kept, grad_readings, grad_final)
 
 
 _RECURRENCE = _Recurrence()
@@ -136,13 +155,3 @@ _KERNELS = _Kernels()
 def path_of(device: torch.device) -> Path:
     """Return how calls on ``device`` run."""
     return _KERNELS if device.type == "cuda" else _RECURRENCE
-
-
-def training_path_of(device: torch.device) -> TrainingPath:
-    """Return how calls on ``device`` run that may need a backward; RuntimeError where they cannot."""
-    if device.type == "cuda":
-        raise RuntimeError(
-            "sdm_write_read: this version has no backward on a GPU; call it under torch.no_grad(), or train "
-            "with CPU tensors"
-        )
-    return _RECURRENCE

@@ -1,199 +1,292 @@
-"""The stepwise backward plan: GWR, d_u update, Phase A, GDS, from the last chunk to the first."""
+"""The stepwise backward plan: GWR, d_u update, Phase A, GDS, last chunk first; then Phase 1 of all chunks."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+from sdm_rt.plan.buffer import Buffer, total_bytes
 from sdm_rt.plan.device import DeviceModel, require_supported
+from sdm_rt.plan.forward import PRODUCT_COLUMNS, PRODUCT_TILE, snapshot_code, vector_values
 from sdm_rt.plan.kernel_resources import kernel_resources
-from sdm_rt.plan.launch import Argument, Launch, LibraryCall, pdl_defines, pointers
-from sdm_rt.plan.shapes import WriteReadShape, dtype_bytes, kernel_type
-from sdm_rt.plan.shared_memory import gates_plan, one_block_per_sm, pairs_plan, phase_a_plan
+from sdm_rt.plan.launch import Argument, Launch, int32s, pdl_defines, pointers
+from sdm_rt.plan.phase1 import RECORD_BYTES, capacity, read_capacity
+from sdm_rt.plan.phase1_backward import plan_phase1_backward_launches, stages_outputs
+from sdm_rt.plan.shapes import WriteReadShape, dtype_bytes, kernel_index, kernel_type
+from sdm_rt.plan.shared_memory import one_block_per_sm
 from sdm_rt.plan.step_plan import Call, StepPlan
-from sdm_rt.plan.tiling import (
-    DOT_COLUMNS,
-    ENTRIES_PER_BLOCK,
-    SUM_THREADS,
-    THREADS,
-    WARPS,
-    ceil_div,
-    entry_grid,
-    product_tile,
-    product_tile_bytes,
-    token_grid,
-)
+from sdm_rt.plan.tiling import ceil_div
 from sdm_rt.runtime.kernel import KernelSpec
 
-__all__ = ["plan_backward", "plan_reference_backward"]
+__all__ = [
+    "backward_constants",
+    "du_update_kernel",
+    "gds_kernel",
+    "gram_backward_kernel",
+    "gwr_kernel",
+    "phase_a_kernel",
+    "plan_backward",
+]
 
-# The integer arguments of the loop's kernels; the step is the one that changes.
-SIZES = (
-    Argument("step", "int32", step_dependent=True),
-    *(Argument(name, "int32") for name in ("T", "C", "W", "R", "D")),
-    Argument("S", "int64"),
-)
+WORD_BYTES = 16
+GWR_WARPS = 16
+ROW_WARPS = 8  # slots of a block of Phase A and of GDS
+ROW_LOADS = 4  # most words of a row that a lane holds
+MIXED_ROW_LOADS = 2  # where gradient rows are wider than the bank's
+GRAM_THREADS = 256
+GRAM_TILE = 64
 
-PAIRS_KERNEL = KernelSpec("phase1_backward_pairs.cu", ("phase1_backward_pairs",))
-
-
-def _column_blocks(shape: WriteReadShape) -> int:
-    return ceil_div(shape.head_dim, DOT_COLUMNS)
+STEP = Argument("step", "int32", step_dependent=True)
 
 
 def _dtypes(shape: WriteReadShape) -> tuple[tuple[str, str], ...]:
     return ("BANK", kernel_type(shape.bank_dtype)), ("GRADIENT", kernel_type(shape.gradient_bank_dtype))
 
 
+def row_word(shape: WriteReadShape) -> int:
+    """Return the columns of a word: those that 16 bytes of the bank's format hold (kernels_cu/rows.cuh)."""
+    return WORD_BYTES // dtype_bytes(shape.bank_dtype)
+
+
+def row_loads(shape: WriteReadShape) -> int:
+    """Return the words of a row that a lane holds at once, a power of two.
+
+    They fix the order of the dots over columns, so they follow D and the formats, never the alignment.
+    """
+    most = ROW_LOADS if shape.gradient_bank_dtype == shape.bank_dtype else MIXED_ROW_LOADS
+    words = ceil_div(shape.head_dim, 32 * row_word(shape))
+    return min(most, 1 << (words - 1).bit_length())
+
+
+def _columns_of_a_load(shape: WriteReadShape, most: int) -> int:
+    """Return the columns of one load of a row: a word, 4 or 1, whichever is the most up to ``most``."""
+    word = row_word(shape)
+    return word if most >= word else 4 if most >= 4 else 1
+
+
+def _own_vector(shape: WriteReadShape) -> int:
+    """Return the columns of one load of rows that this package allocates: they divide D."""
+    return _columns_of_a_load(shape, shape.head_dim & -shape.head_dim)
+
+
+def _bank_vector(shape: WriteReadShape) -> int:
+    """Return the columns of one load where rows of the caller's bank are among the loaded."""
+    return _columns_of_a_load(shape, vector_values(shape))
+
+
+def gwr_kernel(shape: WriteReadShape, pdl: bool) -> KernelSpec:
+    """Return the translation unit of the GWR."""
+    return KernelSpec(
+        "gwr.cu",
+        ("gwr",),
+        (
+            *_dtypes(shape),
+            ("INDEX", kernel_index(shape.index_dtype)),
+            ("LOADS", str(row_loads(shape))),
+            *pdl_defines(waits=pdl),
+            ("VECTOR", str(_own_vector(shape))),
+        ),
+    )
+
+
 def _gwr(shape: WriteReadShape, device: DeviceModel, pdl: bool) -> Launch:
+    W, D = shape.writes, shape.head_dim
+    slice_columns = 32 * row_word(shape) * row_loads(shape)
     floor = shape.write_rows * shape.gradient_row_bytes
-    dots = 4 * shape.writes * _column_blocks(shape)
-    per_token = shape.writes * (dtype_bytes(shape.index_dtype) + 8) + 2 * 4 * shape.head_dim + dots
+    per_token = W * (dtype_bytes(shape.index_dtype) + 8) + 2 * 4 * D
+    reads = ("gradient_bank", "k_idx", "write_weight", "err", "strength", "lengths", "cu_seqlens")
     return Launch(
         name="gwr",
-        kernel=KernelSpec("gwr.cu", ("gwr",), (*_dtypes(shape), *pdl_defines(waits=device.pdl))),
+        kernel=gwr_kernel(shape, device.pdl),
         entry="gwr",
-        grid=token_grid(shape.step_tokens, shape.head_dim, DOT_COLUMNS),
-        block=(THREADS, 1, 1),
+        grid=(shape.chunk, shape.streams, 1),
+        block=(32 * GWR_WARPS, 1, 1),
         arguments=(
-            *pointers("gradient_bank", "k_idx", "k_val", "rex", "delta", "gwr", "d_k_pd_parts"),
-            *SIZES,
+            *pointers(*reads, "gwr", "d_k_pd"),
+            STEP,
+            *int32s("P", "T", "C", "W", "S", "D", "shared_bank", "wide"),
         ),
-        reads=("gradient_bank", "k_idx", "k_val", "rex", "delta"),
-        writes=("gwr", "d_k_pd_parts"),
+        reads=reads,
+        writes=("gwr", "d_k_pd"),
         bytes_moved=floor + shape.step_tokens * per_token,
         floor_bytes=floor,
-        # Each warp's partial sums; the token's rows and weights.
-        shared_memory=4 * WARPS * DOT_COLUMNS + (8 + 4) * shape.writes,
+        shared_memory=4 * GWR_WARPS * slice_columns + 16 * W,
         pdl=pdl,
-        note=f"one token and {DOT_COLUMNS} columns a block, one row a warp",
+        note=f"one token's written rows a block, {GWR_WARPS} rows side by side",
+    )
+
+
+def du_update_kernel(shape: WriteReadShape, columns: int, pdl: bool) -> KernelSpec:
+    """Return the translation unit of the d_u update for blocks of ``columns`` columns."""
+    return KernelSpec(
+        "du_update.cu",
+        ("du_update",),
+        (("BANK", kernel_type(shape.bank_dtype)), ("COLUMNS", str(columns)), *pdl_defines(waits=pdl)),
     )
 
 
 def _du_update(shape: WriteReadShape, device: DeviceModel) -> Launch:
-    tile = product_tile(shape.chunk)
-    defines = (_dtypes(shape)[0], *pdl_defines(waits=device.pdl), ("TILE", str(tile)))
-    kernel = KernelSpec("du_update.cu", ("du_update",), defines)
+    C, D = shape.chunk, shape.head_dim
+    wide, narrow = PRODUCT_COLUMNS
+    columns = wide if shape.streams * ceil_div(D, wide) >= device.sm_count else narrow
+    side = min(PRODUCT_TILE, ceil_div(C, 4) * 4)
+    kernel = du_update_kernel(shape, columns, device.pdl)
     static = kernel_resources(kernel, "du_update", device).static_shared
+    need = 4 * (2 * C * columns + 2 * side * (side + 4) - 4)
+    shared = one_block_per_sm(need, static, device)
+    triangles = 2 * 4 * shape.streams * C * (C + 1) // 2
+    reads = ("x", "qx", "strength", "grad_readings", "gwr", "lengths", "cu_seqlens")
     return Launch(
         name="du_update",
         kernel=kernel,
         entry="du_update",
-        grid=(shape.streams * ceil_div(shape.chunk, tile), ceil_div(shape.head_dim, tile), 1),
-        block=(THREADS, 1, 1),
-        arguments=(*pointers("x", "qx", "grad_readings", "gwr", "lam"), *SIZES),
-        reads=("x", "qx", "grad_readings", "gwr"),
-        writes=("lam",),
-        bytes_moved=_du_bytes(shape),
+        grid=(shape.streams, ceil_div(D, columns), 1),
+        block=(PRODUCT_TILE // 2 * columns // 4, 1, 1),
+        arguments=(
+            *pointers(*reads, "lam", "grad_v"),
+            STEP,
+            *int32s("P", "T", "C", "D", "wide"),
+        ),
+        reads=reads,
+        writes=("lam", "grad_v"),
+        bytes_moved=triangles + shape.step_tokens * (2 * shape.row_bytes + 2 * 4 * D + 4),
         floor_bytes=0,
-        shared_memory=one_block_per_sm(product_tile_bytes(shape.chunk, tiles=4), static, device),
+        shared_memory=shared,
+        shared_padding=shared - need,
         pdl=device.pdl,
-        note=f"a tile of {tile} tokens x {tile} columns a block, padded to one block an SM, IEEE float32",
+        note=f"{columns} columns of a chunk a block, padded to one block an SM, IEEE float32",
     )
 
 
-def _du_bytes(shape: WriteReadShape) -> int:
-    triangles = 2 * 2 * (shape.chunk + 1)
-    return shape.step_tokens * (triangles + shape.row_bytes + 2 * 4 * shape.head_dim)
+def phase_a_kernel(shape: WriteReadShape, pdl: bool) -> KernelSpec:
+    """Return the translation unit of Phase A."""
+    return KernelSpec(
+        "phase_a.cu",
+        ("phase_a",),
+        (
+            *_dtypes(shape),
+            ("LOADS", str(row_loads(shape))),
+            *pdl_defines(waits=pdl),
+            ("SNAPSHOT", snapshot_code(shape)),
+            ("VECTOR", str(_bank_vector(shape))),
+        ),
+    )
 
 
-def _phase_a(shape: WriteReadShape, device: DeviceModel, pdl: bool) -> Launch:
-    plan = phase_a_plan(shape.chunk, shape.bank_dtype, shape.gradient_bank_dtype, device)
-    entries = shape.chunk * shape.writes
+def _phase_a(shape: WriteReadShape, device: DeviceModel) -> Launch:
     floor = shape.write_rows * (shape.snapshot_row_bytes + shape.gradient_row_bytes + shape.row_bytes)
-    dots = 2 * 4 * _column_blocks(shape)
-    small = shape.streams * entries * (4 + 8 + 4 + 4 + dots) + shape.step_tokens * 4 * (shape.head_dim + 1)
-    saved = ("snapshot", "snapshot_scale")
-    reads = ("gradient_bank", *saved, "payload", "k_idx", "k_eff", "cpe", "lam", "beta")
+    small = shape.write_rows * (RECORD_BYTES + 4)
+    small += shape.step_tokens * ((RECORD_BYTES + 4) * shape.writes + 4 * shape.head_dim + 4)
+    reads = ("gradient_bank", "snapshot", "snapshot_scale", "slots", "slot_count", "write_terms", "lam")
     return Launch(
         name="phase_a",
-        kernel=KernelSpec(
-            "phase_a.cu",
-            ("phase_a",),
-            (
-                *_dtypes(shape),
-                *pdl_defines(waits=pdl),
-                ("SNAPSHOT", shape.snapshot),
-                ("WARPS", str(plan.warps)),
-            ),
-        ),
+        kernel=phase_a_kernel(shape, device.pdl),
         entry="phase_a",
-        grid=entry_grid(shape.streams, entries, ENTRIES_PER_BLOCK, shape.head_dim, DOT_COLUMNS),
-        block=(32 * plan.warps, 1, 1),
-        arguments=(*pointers(*reads, "memory", "d_k_eff_parts", "d_tot_parts"), *SIZES),
-        reads=reads,
-        writes=("gradient_bank", "memory", "d_k_eff_parts", "d_tot_parts"),
+        grid=(ceil_div(capacity(shape), ROW_WARPS), shape.streams, 1),
+        block=(32 * ROW_WARPS, 1, 1),
+        arguments=(
+            *pointers("gradient_bank", "memory", *reads[1:], "strength", "d_k_eff", "d_tot"),
+            Argument("row_stride", "int64"),
+            STEP,
+            *int32s("P", "C", "W", "S", "D", "shared_bank"),
+        ),
+        reads=(*reads, "strength", "d_k_eff"),
+        writes=("gradient_bank", "memory", "d_k_eff", "d_tot"),
         bytes_moved=floor + shape.write_rows * shape.gradient_row_bytes + small,
         floor_bytes=floor,
-        shared_memory=plan.shared_memory,
-        pdl=pdl,
-        note=f"{ENTRIES_PER_BLOCK} slot-sorted entries and {DOT_COLUMNS} columns a block, {plan.warps} warps",
+        pdl=device.pdl,
+        note="one warp a written slot, its snapshot loaded before the wait for lam",
     )
 
 
-def _gds(shape: WriteReadShape, pdl: bool) -> Launch:
-    entries = shape.chunk * shape.reads
+def gds_kernel(shape: WriteReadShape, pdl: bool) -> KernelSpec:
+    """Return the translation unit of the GDS."""
+    return KernelSpec(
+        "gds.cu",
+        ("gds",),
+        (
+            *_dtypes(shape),
+            ("LOADS", str(row_loads(shape))),
+            *pdl_defines(waits=pdl),
+            ("VECTOR", str(_bank_vector(shape))),
+        ),
+    )
+
+
+def _gds(shape: WriteReadShape, device: DeviceModel) -> Launch:
     floor = shape.read_rows * (shape.row_bytes + 2 * shape.gradient_row_bytes)
-    small = (
-        shape.streams * entries * (4 + 8 + 4 + 4 * _column_blocks(shape))
-        + shape.step_tokens * shape.row_bytes
-    )
-    reads = ("memory", "gradient_bank", "payload", "q_idx", "q_w", "grad_readings")
+    small = shape.read_rows * RECORD_BYTES
+    small += shape.step_tokens * ((RECORD_BYTES + 4) * shape.reads + shape.row_bytes)
+    reads = ("gradient_bank", "memory", "read_slots", "read_slot_count", "read_terms", "grad_readings")
+    streams = ("lengths", "cu_seqlens")
     return Launch(
         name="gds",
-        kernel=KernelSpec("gds.cu", ("gds",), (*_dtypes(shape), *pdl_defines(waits=pdl))),
+        kernel=gds_kernel(shape, device.pdl),
         entry="gds",
-        grid=entry_grid(shape.streams, entries, ENTRIES_PER_BLOCK, shape.head_dim, DOT_COLUMNS),
-        block=(THREADS, 1, 1),
-        arguments=(*pointers(*reads, "d_q_w_parts"), *SIZES),
-        reads=reads,
-        writes=("gradient_bank", "d_q_w_parts"),
+        grid=(ceil_div(read_capacity(shape), ROW_WARPS), shape.streams, 1),
+        block=(32 * ROW_WARPS, 1, 1),
+        arguments=(
+            *pointers(*reads, *streams, "d_q_w"),
+            Argument("row_stride", "int64"),
+            STEP,
+            *int32s("P", "T", "C", "R", "S", "D", "shared_bank", "wide"),
+        ),
+        reads=(*reads, *streams, "d_q_w"),
+        writes=("gradient_bank", "d_q_w"),
         bytes_moved=floor + small,
         floor_bytes=floor,
-        shared_memory=16 * ENTRIES_PER_BLOCK,
-        pdl=pdl,
-        note=f"{ENTRIES_PER_BLOCK} slot-sorted entries and {DOT_COLUMNS} columns a block",
+        pdl=device.pdl,
+        note="one warp a read slot",
     )
 
 
-def _column_sum(shape: WriteReadShape) -> Launch:
-    dots = shape.chunks * shape.step_tokens * (3 * shape.writes + shape.reads)
-    names = ("d_k_pd", "d_k_eff", "d_tot", "d_q_w")
-    parts = tuple(f"{name}_parts" for name in names)
+def gram_backward_kernel(shape: WriteReadShape) -> KernelSpec:
+    """Return the translation unit of the gradients of the Gram matrices."""
+    return KernelSpec(
+        "gram_backward.cu",
+        ("gram_backward",),
+        (("BANK", kernel_type(shape.bank_dtype)), ("VECTOR", str(min(_own_vector(shape), 4)))),
+    )
+
+
+def _gram_backward(shape: WriteReadShape) -> Launch:
+    C, chunks = shape.chunk, shape.chunks * shape.streams
+    tiles = ceil_div(C, GRAM_TILE)
+    reads = ("lam", "err", "strength", "grad_readings", "lengths", "cu_seqlens")
+    moved = chunks * (C * (8 * shape.head_dim + shape.row_bytes + 8) + 2 * 4 * C * C)
     return Launch(
-        name="column_sum",
-        kernel=KernelSpec("column_sum.cu", ("column_sum",)),
-        entry="column_sum",
-        grid=(ceil_div(dots, 4 * SUM_THREADS), 1, 1),
-        block=(SUM_THREADS, 1, 1),
-        arguments=(*pointers(*parts, *names), *SIZES[1:]),
-        reads=parts,
-        writes=names,
-        bytes_moved=4 * dots * (_column_blocks(shape) + 1),
-        floor_bytes=0,
-        note=f"adds {_column_blocks(shape)} column blocks in block order, four dots a thread",
+        name="gram_backward",
+        kernel=gram_backward_kernel(shape),
+        entry="gram_backward",
+        grid=(chunks, tiles * (tiles + 1) // 2, 1),
+        block=(GRAM_THREADS, 1, 1),
+        arguments=(
+            *pointers(*reads, "d_a", "d_qk", "grad_beta"),
+            *int32s("P", "T", "C", "D", "wide"),
+        ),
+        reads=reads,
+        writes=("d_a", "d_qk", "grad_beta"),
+        bytes_moved=moved,
+        floor_bytes=moved,
+        note=f"{GRAM_TILE} x {GRAM_TILE} tokens a block, IEEE float32",
     )
 
 
-def _phase1_notes(shape: WriteReadShape, device: DeviceModel) -> tuple[str, ...]:
-    resources = kernel_resources(PAIRS_KERNEL, PAIRS_KERNEL.entries[0], device)
-    dtypes = shape.bank_dtype, shape.gradient_bank_dtype
-    pairs = pairs_plan(shape.chunk, *dtypes, device, det=False, resources=resources)
-    det = pairs_plan(shape.chunk, *dtypes, device, det=True, resources=resources)
-    gates = gates_plan(shape.chunk, shape.writes, shape.reads, shape.bank_dtype, device, static_shared=0)
-    blocks = "both triangles in a block" if pairs.blocks_per_chunk == 1 else "one triangle a block"
-    buffer = f"{det.shared_memory:,} with batch buffer" if det.batch_buffer else "no batch buffer"
-    staging = f"outputs staged in {gates.shared_memory:,} bytes" if gates.staged else "outputs not staged"
+def _buffers(shape: WriteReadShape) -> tuple[Buffer, ...]:
+    P, C, W, R, D = shape.streams, shape.chunk, shape.writes, shape.reads, shape.head_dim
+    chunks = shape.chunks * P
     return (
-        f"Phase-1 backward pairs: {blocks}, {pairs.shared_memory:,} bytes of shared memory (det: {buffer})",
-        f"Phase-1 backward gates: {staging}",
+        Buffer("gwr", "float32", (P, C, D)),
+        Buffer("lam", "float32", (chunks, C, D)),
+        *(Buffer(name, "float32", (chunks, C, W)) for name in ("d_k_pd", "d_k_eff")),
+        Buffer("d_q_w", "float32", (chunks, C, R)),
+        Buffer("d_tot", "float32", (chunks, capacity(shape))),
+        *(Buffer(name, "float32", (chunks, C, C)) for name in ("d_a", "d_qk")),
     )
 
 
 def plan_backward(shape: WriteReadShape, device: DeviceModel) -> StepPlan:
-    """Plan the backward's step loop (math.md "The backward").
+    """Plan the backward (math.md "The backward"): the steps, last chunk first; then Phase 1 of all chunks.
 
     Where the GPU has PDL every launch of the loop is a programmatic dependent of the one before it, except
-    the first; the sum over column blocks after the loop is a plain launch.
+    the first; the launches after the loop are plain.
 
     Parameters
     ----------
@@ -209,8 +302,6 @@ def plan_backward(shape: WriteReadShape, device: DeviceModel) -> StepPlan:
 
     Raises
     ------
-    UnsupportedConfigurationError
-        Where a kernel of the backward does not fit the GPU's shared memory.
     RuntimeError
         For a GPU below compute capability 8.0.
     ValueError
@@ -221,62 +312,37 @@ def plan_backward(shape: WriteReadShape, device: DeviceModel) -> StepPlan:
         raise ValueError("a backward needs what the forward saves: training must be True, got False")
     if shape.streams == 0 or shape.tokens == 0:
         return StepPlan("backward", device, shape, steps=0, first_step=(), step=(), order="descending")
-    pdl = device.pdl
-    rest: tuple[Call, ...] = (_du_update(shape, device), _phase_a(shape, device, pdl), _gds(shape, pdl))
+    rest: tuple[Call, ...] = (_du_update(shape, device), _phase_a(shape, device), _gds(shape, device))
+    launches, scratch = plan_phase1_backward_launches(shape, device)
+    buffers = (*_buffers(shape), *scratch)
     return StepPlan(
         "backward",
         device,
         shape,
         steps=shape.chunks,
         first_step=(_gwr(shape, device, pdl=False), *rest),
-        step=(_gwr(shape, device, pdl), *rest),
+        step=(_gwr(shape, device, device.pdl), *rest),
         order="descending",
-        epilogue=(_column_sum(shape),),
-        notes=_phase1_notes(shape, device),
+        epilogue=(_gram_backward(shape), *launches),
+        buffers=buffers,
+        notes=(f"working memory {total_bytes(buffers) / 2**20:,.1f} MiB",),
     )
 
 
-def plan_reference_backward(
-    shape: WriteReadShape, device: DeviceModel, ieee_products: bool = True
-) -> StepPlan:
-    """Plan the reference schedule's backward, for comparison; the product always runs `plan_backward`.
-
-    It differs where P < 2 or C < 2, or where float32 products are not IEEE: the library call
-    ``torch.baddbmm`` takes the place of the d_u update, and Phase A behind it is a plain launch.
-
-    Parameters
-    ----------
-    shape : WriteReadShape
-        Shapes and dtypes.
-    device : DeviceModel
-        The GPU.
-    ieee_products : bool
-        Whether the library's float32 products are IEEE (no TF32).
-
-    Returns
-    -------
-    StepPlan
-        The plan of `plan_backward` with that exchange.
-    """
-    plan = plan_backward(shape, device)
-    if not plan.steps or (shape.streams >= 2 and shape.chunk >= 2 and ieee_products):
-        return replace(plan, name="backward (reference)")
-    library = LibraryCall(
-        name="du_update",
-        function="torch.baddbmm",
-        reads=("x", "qx", "grad_readings", "gwr"),
-        writes=("lam",),
-        bytes_moved=_du_bytes(shape),
-    )
-
-    exchange: dict[str, Call] = {"du_update": library, "phase_a": _phase_a(shape, device, pdl=False)}
-
-    def exchanged(calls: tuple[Call, ...]) -> tuple[Call, ...]:
-        return tuple(exchange.get(call.name, call) for call in calls)
-
-    return replace(
-        plan,
-        name="backward (reference)",
-        first_step=exchanged(plan.first_step),
-        step=exchanged(plan.step),
-    )
+def backward_constants(plan: StepPlan) -> dict[str, int]:
+    """Return the numbers among the arguments of a plan of the backward, fixed by its shapes."""
+    shape = plan.shape
+    assert isinstance(shape, WriteReadShape)
+    numbers = {
+        "P": shape.streams,
+        "T": shape.tokens,
+        "C": shape.chunk,
+        "W": shape.writes,
+        "R": shape.reads,
+        "D": shape.head_dim,
+        "S": shape.slots,
+        "grad_gates": shape.writes if shape.gates_per_write else 1,
+        "stage_outputs": int(stages_outputs(shape, plan.device)),
+    }
+    taken = {argument.name for launch in plan.kernels() for argument in launch.arguments}
+    return {name: number for name, number in numbers.items() if name in taken}

@@ -47,15 +47,16 @@ class BoundPlan:
         self.specs = tuple(dict.fromkeys(launch.kernel for launch in kernels))
         """The translation units, each once."""
         self._context = driver.primary_context(gpu.index)
-        self._names = {a.name for launch in kernels for a in launch.arguments} - {STEP, SLAB_STEP}
-        self._missing = set(self._names)
+        self.names = frozenset(a.name for launch in kernels for a in launch.arguments) - {STEP, SLAB_STEP}
+        """The arguments that the caller gives."""
+        self._missing = set(self.names)
         prepared = {
             launch: prepare(launch, gpu, stream, left=len(kernels) - 1 - at)
             for at, launch in enumerate(kernels)
         }
         # Each launch with the arguments that callers give it.
         self._takers = tuple(
-            (ready, {argument.name for argument in launch.arguments} & self._names)
+            (ready, {argument.name for argument in launch.arguments} & self.names)
             for launch, ready in prepared.items()
         )
         # Each launch with the slots of the arguments that change and their values.
@@ -80,7 +81,7 @@ class BoundPlan:
         KeyError
             For a name that no launch has, and for the step, which the loop writes.
         """
-        if unknown := values.keys() - self._names:
+        if unknown := values.keys() - self.names:
             name = sorted(unknown)[0]
             raise KeyError(f"{self.plan.name}: no launch takes an argument {name!r} from the caller")
         for launch, names in self._takers:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
 from sdm_rt.plan.shapes import dtype_bytes
 
-__all__ = ["Buffer", "total_bytes"]
+__all__ = ["Arena", "Buffer", "total_bytes"]
+
+ARENA_ALIGNMENT = 256
 
 
 @dataclass(frozen=True)
@@ -50,3 +53,32 @@ class Buffer:
 def total_bytes(buffers: tuple[Buffer, ...], kept: bool | None = None) -> int:
     """Return the bytes of all buffers, or of those that are kept (or not)."""
     return sum(buffer.bytes for buffer in buffers if kept is None or buffer.kept == kept)
+
+
+@dataclass(frozen=True)
+class Arena:
+    """Buffers laid out in one block of memory.
+
+    Parameters
+    ----------
+    offsets : mapping of str to int
+        Where each buffer begins, bytes: a multiple of 256.
+    bytes : int
+        Bytes of the block.
+    """
+
+    offsets: Mapping[str, int]
+    bytes: int
+
+    @classmethod
+    def of(cls, buffers: Iterable[Buffer]) -> Arena:
+        """Lay buffers out, one after another."""
+        offsets, end = {}, 0
+        for buffer in buffers:
+            offsets[buffer.name] = end
+            end += -(-buffer.bytes // ARENA_ALIGNMENT) * ARENA_ALIGNMENT
+        return cls(offsets, end)
+
+    def addresses(self, start: int) -> dict[str, int]:
+        """Return each buffer's address in a block that begins at ``start``."""
+        return {name: start + offset for name, offset in self.offsets.items()}

@@ -6,21 +6,33 @@ from sdm_rt.errors import UnsupportedConfigurationError
 from sdm_rt.plan.buffer import Buffer, total_bytes
 from sdm_rt.plan.device import DeviceModel, require_supported
 from sdm_rt.plan.launch import MAX_GRID, Argument, Dim3, Launch, int32s, pdl_defines, pointers
-from sdm_rt.plan.phase1 import RECORD_BYTES, capacity, plan_phase1, slab_steps, sort_passes, staged_weights
+from sdm_rt.plan.phase1 import (
+    RECORD_BYTES,
+    capacity,
+    phase1_buffers,
+    plan_phase1,
+    slab_steps,
+    sort_passes,
+    staged_weights,
+)
 from sdm_rt.plan.shapes import WriteReadShape, dtype_bytes, kernel_index, kernel_type
-from sdm_rt.plan.shared_memory import require_backward_fits, snapshot_rows
+from sdm_rt.plan.shared_memory import snapshot_rows
 from sdm_rt.plan.step_plan import StepPlan
 from sdm_rt.plan.tiling import ceil_div
 from sdm_rt.runtime.kernel import KernelSpec
 
 __all__ = [
     "PRODUCT_COLUMNS",
+    "PRODUCT_TILE",
     "TRIGGER_MAX_CHUNK",
     "decay_write_kernel",
     "dual_matmul_kernel",
     "forward_constants",
     "gather_kernel",
+    "kept_buffers",
     "plan_forward",
+    "snapshot_code",
+    "vector_values",
 ]
 
 TRIGGER_MAX_CHUNK = 64  # up to here the dual matmul is short enough for its dependent to start early
@@ -155,7 +167,8 @@ def write_loads(shape: WriteReadShape) -> int:
     return min(WRITE_LOADS, _power_of_two(ceil_div(shape.head_dim, 32 * vector_values(shape))))
 
 
-def _snapshot_code(shape: WriteReadShape) -> str:
+def snapshot_code(shape: WriteReadShape) -> str:
+    """Return how the kernels number the format of the rows that a call keeps (kernels_cu/decay_write.cu)."""
     if not shape.training:
         return "0"
     # "bf16" keeps a bfloat16 bank's rows as "none" does.
@@ -172,7 +185,7 @@ def decay_write_kernel(shape: WriteReadShape, pdl: bool) -> KernelSpec:
             ("BANK", kernel_type(shape.bank_dtype)),
             ("LOADS", str(write_loads(shape))),
             *pdl_defines(waits=pdl),
-            ("SNAPSHOT", _snapshot_code(shape)),
+            ("SNAPSHOT", snapshot_code(shape)),
             ("VECTOR", str(vector_values(shape))),
         ),
     )
@@ -183,7 +196,9 @@ def _decay_write(shape: WriteReadShape, pdl: bool) -> Launch:
     slots = capacity(shape)
     floor = shape.write_rows * shape.row_bytes
     kept = shape.write_rows * shape.snapshot_row_bytes if shape.training else 0
-    small = shape.write_rows * RECORD_BYTES + shape.step_tokens * (RECORD_BYTES * shape.writes + 4 * shape.head_dim)
+    small = shape.write_rows * RECORD_BYTES + shape.step_tokens * (
+        RECORD_BYTES * shape.writes + 4 * shape.head_dim
+    )
     whole_rows = shape.training and shape.snapshot in ("fp8", "int4")  # one scale a row
     slices = 1 if whole_rows else ceil_div(shape.head_dim, slice_columns)
     reads = ("memory", "delta", "slots", "slot_count", "write_terms")
@@ -230,6 +245,12 @@ def _buffers(shape: WriteReadShape) -> tuple[Buffer, ...]:
     )
 
 
+def kept_buffers(shape: WriteReadShape) -> tuple[Buffer, ...]:
+    """Return what a training call keeps for its backward; the same on every GPU."""
+    phase1 = phase1_buffers(shape, shape.chunks * shape.streams)
+    return tuple(buffer for buffer in (*phase1, *_buffers(shape)) if buffer.kept)
+
+
 def plan_forward(shape: WriteReadShape, device: DeviceModel) -> StepPlan:
     """Plan the forward (math.md "The chunked form"): Phase 1 for each slab of steps, then its steps.
 
@@ -251,14 +272,11 @@ def plan_forward(shape: WriteReadShape, device: DeviceModel) -> StepPlan:
     Raises
     ------
     UnsupportedConfigurationError
-        For a training call whose backward does not fit the GPU's shared memory, and for more streams than a
-        grid holds.
+        For more streams than a grid holds.
     RuntimeError
         For a GPU below compute capability 8.0.
     """
     require_supported(device)
-    if shape.training:
-        require_backward_fits(shape.chunk, shape.bank_dtype, shape.gradient_bank_dtype, device)
     if shape.streams > MAX_GRID[1]:
         raise UnsupportedConfigurationError(
             f"{shape.streams:,} streams do not fit the grid of one launch, which holds at most "

@@ -131,6 +131,8 @@ class Launch:
         Blocks of a thread block cluster.
     shared_memory : int
         Dynamic shared memory of a block, bytes.
+    shared_padding : int
+        The part of it that the kernel does not touch: asked for to keep fewer blocks on an SM.
     pdl : bool
         Whether the launch is a programmatic dependent of the launch before it.
     triggers : bool
@@ -156,6 +158,7 @@ class Launch:
     floor_bytes: int
     cluster: Dim3 = (1, 1, 1)
     shared_memory: int = 0
+    shared_padding: int = 0
     pdl: bool = False
     triggers: bool = False
     note: str = ""
@@ -187,10 +190,15 @@ class Launch:
             raise ValueError(
                 f"{self.name}: triggers={self.triggers} contradicts SDM_PDL_TRIGGER of the kernel"
             )
-        if self.shared_memory < 0 or not 0 <= self.floor_bytes <= self.bytes_moved:
+        if not 0 <= self.shared_padding <= self.shared_memory:
             raise ValueError(
-                f"{self.name}: need shared_memory >= 0 and 0 <= floor_bytes <= bytes_moved, got "
-                f"{self.shared_memory}, {self.floor_bytes}, {self.bytes_moved}"
+                f"{self.name}: need 0 <= shared_padding <= shared_memory, got {self.shared_padding} and "
+                f"{self.shared_memory}"
+            )
+        if not 0 <= self.floor_bytes <= self.bytes_moved:
+            raise ValueError(
+                f"{self.name}: need 0 <= floor_bytes <= bytes_moved, got {self.floor_bytes} and "
+                f"{self.bytes_moved}"
             )
 
     @property
@@ -225,6 +233,7 @@ class Launch:
             "block": list(self.block),
             "cluster": list(self.cluster),
             "shared_memory": self.shared_memory,
+            "shared_padding": self.shared_padding,
             "pdl": self.pdl,
             "triggers": self.triggers,
             "arguments": [

@@ -21,6 +21,7 @@ __all__ = [
     "RECORD_BYTES",
     "Phase1",
     "capacity",
+    "phase1_buffers",
     "phase1_kernels",
     "plan_phase1",
     "plan_solve",
@@ -96,7 +97,7 @@ def slab_steps(shape: WriteReadShape, device: DeviceModel) -> int:
     """
     if shape.training:
         return shape.chunks
-    records = sum(buffer.bytes for buffer in _buffers(shape, 1))
+    records = sum(buffer.bytes for buffer in phase1_buffers(shape, 1))
     chunks = max(SLAB_BYTES // records, device.sm_count)
     return min(ceil_div(chunks, shape.streams), shape.chunks)
 
@@ -119,7 +120,8 @@ def sort_threads(shape: WriteReadShape) -> int:
     return SORT_THREADS[shape.chunk * (shape.writes + shape.reads) > SORT_WIDE]
 
 
-def _buffers(shape: WriteReadShape, chunks: int) -> tuple[Buffer, ...]:
+def phase1_buffers(shape: WriteReadShape, chunks: int) -> tuple[Buffer, ...]:
+    """Return the results and scratch of ``chunks`` chunks, without the sort's own scratch."""
     C, W, R, slots = shape.chunk, shape.writes, shape.reads, capacity(shape)
     lanes = C * (W + R)
     kept = shape.training
@@ -299,5 +301,5 @@ def plan_phase1(shape: WriteReadShape, steps: int, device: DeviceModel) -> Phase
     sort, sort_scratch = _sort(shape, chunks, device)
     return Phase1(
         launches=(sort, _scan(shape, chunks), _gram(shape, chunks), plan_solve(chunks, shape.chunk)),
-        buffers=(*sort_scratch, *_buffers(shape, chunks)),
+        buffers=(*sort_scratch, *phase1_buffers(shape, chunks)),
     )

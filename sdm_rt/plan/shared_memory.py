@@ -25,7 +25,6 @@ __all__ = [
     "pairs_plan",
     "phase_a_bytes",
     "phase_a_plan",
-    "require_backward_fits",
     "snapshot_rows",
 ]
 
@@ -181,18 +180,6 @@ def pairs_plan(
         )
         batch_buffer = with_buffer >= plain
     return PairsPlan(blocks, batch_buffer, buffered if batch_buffer else triangles)
-
-
-def require_backward_fits(chunk: int, bank_dtype: str, gradient_bank_dtype: str, device: DeviceModel) -> None:
-    """Refuse a training call whose backward does not fit `device`, before its forward does any work.
-
-    Raises
-    ------
-    UnsupportedConfigurationError
-        As of `phase_a_plan` and `pairs_plan`.
-    """
-    phase_a_plan(chunk, bank_dtype, gradient_bank_dtype, device)
-    _pairs_triangles(chunk, bank_dtype, gradient_bank_dtype, device)
 
 
 @dataclass(frozen=True)

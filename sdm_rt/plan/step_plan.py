@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal, Protocol
 
 from sdm_rt.plan.buffer import Buffer
@@ -100,6 +101,11 @@ class StepPlan:
     def kernels(self) -> tuple[Launch, ...]:
         """Return each distinct kernel launch once, in order."""
         return tuple(call for call in self.calls() if isinstance(call, Launch))
+
+    @cached_property
+    def pointer_names(self) -> frozenset[str]:
+        """The pointer arguments of all kernels, by name."""
+        return frozenset(a.name for launch in self.kernels() for a in launch.arguments if a.kind == "pointer")
 
     def step_indices(self) -> range:
         """Return the steps in the order they are issued."""

@@ -15,14 +15,23 @@ import re
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from itertools import product
 from multiprocessing import get_context
 from typing import Any
 
+from sdm_rt.plan.backward import (
+    du_update_kernel,
+    gds_kernel,
+    gram_backward_kernel,
+    gwr_kernel,
+    phase_a_kernel,
+)
 from sdm_rt.plan.decode import GROUPS, decode_kernel
 from sdm_rt.plan.forward import PRODUCT_COLUMNS, decay_write_kernel, dual_matmul_kernel, gather_kernel
 from sdm_rt.plan.kernel_resources import FIGURES, TABLE, resource_key
 from sdm_rt.plan.phase1 import phase1_kernels
+from sdm_rt.plan.phase1_backward import phase1_backward_gates_kernel, phase1_backward_pairs_kernel
 from sdm_rt.plan.shapes import (
     BANK_DTYPES,
     INDEX_DTYPES,
@@ -61,9 +70,9 @@ def _decode_variants(pdl: bool) -> Iterator[KernelSpec]:
         rows *= 2
 
 
-def _forward_shapes(**options: Any) -> Iterator[WriteReadShape]:
+def _forward_shapes(dtypes: Sequence[str] = BANK_DTYPES, **options: Any) -> Iterator[WriteReadShape]:
     """Yield rows of every word size and of every width class."""
-    for dtype in BANK_DTYPES:
+    for dtype in dtypes:
         for exponent in range((16 // dtype_bytes(dtype)).bit_length()):
             for words in ROW_WORDS:
                 yield WriteReadShape(
@@ -94,6 +103,26 @@ def _forward_variants(pdl: bool) -> Iterator[KernelSpec]:
             yield decay_write_kernel(shape, pdl)
 
 
+def _phase1_backward_variants() -> Iterator[KernelSpec]:
+    yield from (phase1_backward_pairs_kernel(batch) for batch in (False, True))
+    for dtype in BANK_DTYPES:
+        yield phase1_backward_gates_kernel(WriteReadShape(1, 1, 1, 1, 1, 1, 1, bank_dtype=dtype))
+
+
+def _backward_variants(pdl: bool) -> Iterator[KernelSpec]:
+    for dtype, wide in product(BANK_DTYPES, (False, True)):
+        gradient = "float32" if wide else dtype
+        for index, shape in product(INDEX_DTYPES, _forward_shapes(dtypes=(dtype,))):
+            mixed = replace(shape, gradient_bank_dtype=gradient, index_dtype=index)
+            yield gwr_kernel(mixed, pdl)
+            yield gds_kernel(mixed, pdl)
+            for snapshot in SNAPSHOTS:
+                yield phase_a_kernel(replace(mixed, snapshot=snapshot), pdl)
+            for columns in PRODUCT_COLUMNS:
+                yield du_update_kernel(shape, columns, pdl)
+            yield gram_backward_kernel(shape)
+
+
 def _topk_variants() -> Iterator[KernelSpec]:
     """Yield usual selections, those of banks of 10,000 and of 65,536 slots, and one of the largest k."""
     for dtype, factors in product(BANK_DTYPES, ((100, 100), (256, 256))):
@@ -107,7 +136,14 @@ def variants(target: str) -> tuple[KernelSpec, ...]:
     Top-k has variants without number: some of them.
     """
     pdl = int(target.removeprefix("sm_")) >= 90
-    return tuple(sorted({*_decode_variants(pdl), *_forward_variants(pdl), *_topk_variants()}))
+    kernels = {
+        *_decode_variants(pdl),
+        *_forward_variants(pdl),
+        *_backward_variants(pdl),
+        *_phase1_backward_variants(),
+        *_topk_variants(),
+    }
+    return tuple(sorted(kernels))
 
 
 def code_digest(file: str) -> str:

@@ -224,8 +224,8 @@ def run(
             )
             raise EmulatorError("order", text)
     for call, count in zip(calls, counts, strict=True):
-        if count.shared_touched < call.launch.shared_memory and not unused_shared_memory:
-            planned = call.launch.shared_memory
+        planned = call.launch.shared_memory - call.launch.shared_padding
+        if count.shared_touched < planned and not unused_shared_memory:
             text = f"{call.launch.name} asks for {planned} bytes and touches {count.shared_touched}"
             raise EmulatorError("shared", text)
     for (_, storage), one in zip(request.storages.values(), data, strict=True):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sdm_rt.ops.checks import flatten_tokens, resolve_streams
-from sdm_rt.ops.write_read_launch import BankLayout, allocate, forward_shape, operands_of
+from sdm_rt.ops.write_read_call import WriteReadCall
+from sdm_rt.ops.write_read_launch import BankLayout, allocate, operands_of, planned_shape
 from sdm_rt.plan.device import DeviceModel
 from sdm_rt.plan.forward import forward_constants, plan_forward
 from sdm_rt.plan.launch import Launch
@@ -72,6 +73,7 @@ def planned_forward(
     bank: Tensor | None = None,
     training: bool = False,
     snapshot: str = "none",
+    grad_bank_fp32: bool = False,
     optional: Mapping[str, Tensor] | None = None,
 ) -> Planned:
     """Plan a call; ``optional`` holds results that the op leaves out."""
@@ -80,8 +82,8 @@ def planned_forward(
     layout = BankLayout.of(memory)
     shape = resolve_streams(memory, problem.k_idx, problem.slots, problem.streams, False, lengths, None)
     operands = operands_of(memory, flatten_tokens(problem.inputs(), shape))
-    planned = forward_shape(memory, operands, shape, problem.tokens, chunk, layout.alignment)
-    plan = plan_forward(replace(planned, training=training, snapshot=snapshot), model)
+    call = WriteReadCall(shape, problem.tokens, chunk, snapshot, grad_bank_fp32, None)
+    plan = plan_forward(planned_shape(memory, operands, call, layout.alignment, training), model)
     buffers = allocate(plan.buffers, memory.device)
     readings = torch.empty(shape.rows, memory.shape[1], dtype=memory.dtype)
     values: dict[str, Any] = {

@@ -1,0 +1,148 @@
+"""A training step of the op on this GPU: forward and backward, memory, each kernel of the backward by itself."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sdm_rt.bench.cases import CASES, Case, Inputs, make_inputs
+from sdm_rt.bench.forward import bind, kernel_us, training_plan
+from sdm_rt.bench.timing import FLUSH_BYTES, peak_bytes
+from sdm_rt.ops.write_read import sdm_write_read
+from sdm_rt.ops.write_read_launch import allocate, pointers_of
+from sdm_rt.plan.backward import backward_constants, plan_backward
+from sdm_rt.plan.bound import BoundPlan
+from sdm_rt.plan.shapes import WriteReadShape
+from sdm_rt.runtime import device
+from sdm_rt.runtime.interop import current_stream
+
+__all__ = ["bench_training"]
+
+REPEATS = 5
+WARMUP = 2
+LEAVES = ("memory", "k_val", "v", "beta", "g", "q_val")
+
+
+def training_forward(case: Case, inputs: Inputs) -> Tensor:
+    """Run the op; every differentiable input requires grad."""
+    return sdm_write_read(
+        inputs.memory,
+        *inputs.tokens(),
+        chunk_size=case.chunk,
+        num_memory_slots=case.slots,
+        num_parallel=case.streams,
+        snapshot_quant=case.snapshot,
+    )
+
+
+def training_step(case: Case, inputs: Inputs) -> None:
+    """Run forward and backward; the gradients of the step before are dropped first."""
+    for name in LEAVES:
+        getattr(inputs, name).grad = None
+    training_forward(case, inputs).backward(inputs.grad_readings)
+
+
+def measure_step(case: Case, inputs: Inputs) -> dict[str, float]:
+    """Time forward and backward of plain calls, on the GPU and of the calling thread, in milliseconds."""
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    rows: list[tuple[float, ...]] = []
+    for run in range(WARMUP + REPEATS):
+        for name in LEAVES:
+            getattr(inputs, name).grad = None
+        flush.zero_()
+        begin, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+        begin.record()
+        started = time.perf_counter()
+        readings = training_forward(case, inputs)
+        half = time.perf_counter()
+        middle.record()
+        readings.backward(inputs.grad_readings)  # type: ignore[no-untyped-call]
+        done = time.perf_counter()
+        end.record()
+        end.synchronize()
+        del readings
+        if run >= WARMUP:
+            gpu = begin.elapsed_time(middle), middle.elapsed_time(end), begin.elapsed_time(end)
+            rows.append((*gpu, 1e3 * (half - started), 1e3 * (done - half)))
+    names = ("forward_ms", "backward_ms", "step_ms", "forward_host_ms", "backward_host_ms")
+    medians = (statistics.median(column) for column in zip(*rows, strict=True))
+    return {name: round(value, 4) for name, value in zip(names, medians, strict=True)}
+
+
+def bind_backward(case: Case, inputs: Inputs) -> tuple[BoundPlan, dict[str, Tensor]]:
+    """Run a training forward's launches, then bind the backward's to what they left."""
+    forward, tensors = bind(training_plan(case), case, inputs)
+    index = torch.cuda.current_device()
+    forward.run(current_stream(index))
+    shape = forward.plan.shape
+    assert isinstance(shape, WriteReadShape)
+    plan = plan_backward(shape, forward.plan.device)
+    bound = BoundPlan(plan, device.gpu(index), current_stream(index))
+    rows, like = case.streams * case.tokens, inputs.memory
+    tensors |= {
+        "gradient_bank": torch.zeros_like(like),
+        "grad_readings": inputs.grad_readings,
+        "grad_k_val": torch.empty_like(inputs.k_val),
+        "grad_v": torch.empty_like(inputs.v),
+        "grad_q_val": torch.empty_like(inputs.q_val),
+        "grad_beta": like.new_empty(rows, dtype=torch.float32),
+        "grad_g": like.new_empty(rows, dtype=torch.float32),
+        **allocate(plan.buffers, like.device),
+    }
+    numbers = {"row_stride": case.head_dim, "shared_bank": 0, "wide": 0}
+    bound.set({**backward_constants(plan), **pointers_of(plan, tensors), **numbers})
+    bound.run(current_stream(index))
+    return bound, tensors
+
+
+def bench_training(names: Sequence[str], kernels: bool) -> dict[str, Any]:
+    """Measure training steps of the named cases, print a table and return the figures.
+
+    Parameters
+    ----------
+    names : sequence of str
+        Keys of ``CASES``.
+    kernels : bool
+        Whether each kernel of the backward is timed too.
+    """
+    figures: dict[str, Any] = {}
+    print("case            forward ms (host)  backward ms (host)   step ms   peak GiB   floor ms")
+    for name in names:
+        case = CASES[name]
+        inputs = make_inputs(case, torch.device("cuda"))
+        for leaf in LEAVES:
+            getattr(inputs, leaf).requires_grad_()
+        row: dict[str, Any] = dict(measure_step(case, inputs))
+        for leaf in LEAVES:
+            getattr(inputs, leaf).grad = None
+        row["peak_gib"] = round(peak_bytes(lambda c=case, i=inputs: training_step(c, i)) / 2**30, 3)
+        for leaf in LEAVES:
+            getattr(inputs, leaf).requires_grad_(False).grad = None
+        plan = training_plan(case)
+        shape = plan.shape
+        assert isinstance(shape, WriteReadShape)
+        back = plan_backward(shape, plan.device)
+        row["floor_ms"] = round(
+            sum(one.device.floor_us(one.total("floor_bytes")) for one in (plan, back)) / 1e3, 3
+        )
+        print(
+            f"{name:15} {row['forward_ms']:8.3f} ({row['forward_host_ms']:7.3f}) "
+            f"{row['backward_ms']:9.3f} ({row['backward_host_ms']:7.3f}) {row['step_ms']:9.3f} "
+            f"{row['peak_gib']:10.3f} {row['floor_ms']:10.3f}",
+            flush=True,
+        )
+        if kernels:
+            bound, tensors = bind_backward(case, inputs)
+            row["backward_kernels_us"] = kernel_us(bound)
+            print("  us: " + "  ".join(f"{k} {t}" for k, t in row["backward_kernels_us"].items()))
+            del bound, tensors
+        figures[name] = row
+        del inputs
+        torch.cuda.empty_cache()
+    return {"training": figures}

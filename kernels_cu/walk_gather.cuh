@@ -1,0 +1,154 @@
+// The gather of a persistent forward: lists of the rows of the block's tokens, and what these rows add up to.
+#pragma once
+
+#include "walk.cuh"
+
+struct Gather : Walk {
+    // Calls visit(place in the lists, query, place in [tokens, width]) for the entries that this thread brings.
+    template <class Visit>
+    __device__ __forceinline__ void visit_lists(const Step& step, int first, const Visit& visit) const {
+        const int lanes = W + R, count = min(list_tokens, own - first) * lanes;
+        for (int cell = threadIdx.x; cell < count; cell += THREADS) {
+            const int t = cell / lanes, lane = cell - t * lanes, i = token(first + t);
+            if (i >= step.chunk.tokens) continue;
+            const bool query = lane >= W;
+            const int width = query ? R : W, n = query ? lane - W : lane;
+            const int group = n % groups;
+            const int place = group * (width / groups) + min(group, width % groups) + n / groups;
+            visit(t * lanes + (query ? W : 0) + place, query, static_cast<long long>(i) * width + n);
+        }
+    }
+    __device__ __forceinline__ void fetch_lists(const Step& step, int first) const {
+        visit_lists(step, first, [&](int at, bool query, long long cell) {
+            const int width = query ? R : W;
+            const long long index = step.chunk.first_row * width + cell;
+            const float* const from = (query ? q_w : k_eff) + step.n * C * width + cell;
+            Entry* const to = entries + at;
+            if (wide_index) {
+                const int* const halves =
+                    reinterpret_cast<const int*>(static_cast<const long long*>(query ? q_idx : k_idx) + index);
+                ptx::copy_async_4(&to->slot, halves);
+                ptx::copy_async_4(&to->weight, halves + 1);
+                ptx::copy_async_4(waiting + at, from);
+            } else {
+                ptx::copy_async_4(&to->slot, static_cast<const int*>(query ? q_idx : k_idx) + index);
+                ptx::copy_async_4(&to->weight, from);
+            }
+        });
+        ptx::copy_commit();
+    }
+    // Turns the indices that this thread has fetched into slots.
+    __device__ __forceinline__ void resolve_lists(const Step& step, int first) const {
+        ptx::copy_wait<0>();
+        visit_lists(step, first, [&](int at, bool, long long) {
+            if (wide_index) {
+                long long row;
+                memcpy(&row, entries + at, sizeof(row));
+                entries[at] = Entry{slot_within(row, first_slot, S), waiting[at]};
+            } else {
+                entries[at].slot = slot_within(entries[at].slot, first_slot, S);
+            }
+        });
+    }
+
+    __device__ __forceinline__ void run(const Step& step) const {
+        for (int first = 0; first < own; first += list_tokens) {
+            if (first > 0) {
+                __syncthreads();
+                fetch_lists(step, first);
+                resolve_lists(step, first);
+                __syncthreads();
+            }
+            const int count = min(list_tokens, own - first);
+            for (int one = threadIdx.x / WORDS; one < 2 * count; one += ROWS) {
+                const bool query = one >= count;
+                const int t = query ? one - count : one;
+                if (token(first + t) < C) gather_token(step, query, first + t, entries + t * (W + R) + (query ? W : 0));
+            }
+        }
+    }
+    __device__ __forceinline__ void gather_token(const Step& step, bool query, int t, const Entry* list) const {
+        const int word = threadIdx.x % WORDS, column = slice + word * VECTOR, i = token(t);
+        float total[VECTOR] = {};
+        if (i < step.chunk.tokens && column < D) {
+            BankWord given{};
+            if (!query) given = load_v(v + (step.chunk.first_row + i) * D + column);
+            sum_rows(list, query ? R : W, column, total);
+            if (!query) {
+                float value[VECTOR];
+                unpack<BANK, VECTOR>(given, value);
+#pragma unroll
+                for (int c = 0; c < VECTOR; ++c) total[c] = value[c] - total[c];
+            }
+        }
+        if (query) {
+            store_slice(inter + t * COLUMNS, word, total);
+        } else {
+            for (int other = 0; other < blocks; ++other)
+                store_slice(ptx::map_shared(residual, other) + i * COLUMNS, word, total);
+        }
+    }
+    __device__ __forceinline__ BankWord load_v(const BANK* from) const {
+        BankWord word;
+        if (v_words) {
+            word = ptx::load_readonly(reinterpret_cast<const BankWord*>(from));
+        } else {
+            BANK values[VECTOR];
+#pragma unroll
+            for (int c = 0; c < VECTOR; ++c) values[c] = from[c];
+            memcpy(&word, values, sizeof(word));
+        }
+        return word;
+    }
+    // Loads the rows listed from `first` on.
+    __device__ __forceinline__ void load_rows(const Entry* list, int first, int lanes, const BANK* rows,
+                                              BankWord (&held)[LOADS]) const {
+#pragma unroll
+        for (int l = 0; l < LOADS; ++l) {
+            const int slot = first + l < lanes ? list[first + l].slot : -1;
+            held[l] = BankWord{};
+            if (slot >= 0) held[l] = ptx::load_global(reinterpret_cast<const BankWord*>(rows + slot * row_stride));
+        }
+    }
+    __device__ __forceinline__ void sum_rows(const Entry* list, int lanes, int column, float (&total)[VECTOR]) const {
+        const BANK* const rows = memory + first_slot * row_stride + column;
+        const int least = lanes / groups, extra = lanes % groups;
+        int group = 0, end = least + (extra > 0);  // of the group's entries
+        float sum[VECTOR] = {};
+        const auto add_rows = [&](int first, const BankWord(&held)[LOADS]) {
+#pragma unroll
+            for (int l = 0; l < LOADS; ++l) {
+                if (first + l >= lanes) continue;
+                const Entry entry = list[first + l];
+                if (entry.slot >= 0) {
+                    float value[VECTOR];
+                    unpack<BANK, VECTOR>(held[l], value);
+#pragma unroll
+                    for (int c = 0; c < VECTOR; ++c) sum[c] = fmaf(entry.weight, value[c], sum[c]);
+                }
+                if (first + l + 1 == end) {
+#pragma unroll
+                    for (int c = 0; c < VECTOR; ++c) {
+                        total[c] = group == 0 ? sum[c] : total[c] + sum[c];
+                        sum[c] = 0.0f;
+                    }
+                    ++group;
+                    end += least + (group < extra);
+                }
+            }
+        };
+        // Of two batches one is under way while the other is added.
+        BankWord even[LOADS], odd[LOADS];
+        load_rows(list, 0, lanes, rows, even);
+        for (int first = 0; first < lanes; first += 2 * LOADS) {
+            load_rows(list, first + LOADS, lanes, rows, odd);
+            add_rows(first, even);
+            load_rows(list, first + 2 * LOADS, lanes, rows, even);
+            add_rows(first + LOADS, odd);
+        }
+        if (lanes < groups) {  // a group without rows adds 0, which makes -0 a 0
+#pragma unroll
+            for (int c = 0; c < VECTOR; ++c) total[c] += 0.0f;
+        }
+    }
+};

@@ -33,7 +33,8 @@ static __device__ __forceinline__ Chunk chunk_at(long long n, int P, int T, int 
                       : ptx::load_readonly(static_cast<const int*>(lengths) + p);
     }
     const auto within = [C](long long count) { return static_cast<int>(count < 0 ? 0 : count < C ? count : C); };
-    return Chunk{p, within(length - before), within(room - before), start + before};
+    const int rows = within(room - before);
+    return Chunk{p, min(within(length - before), rows), rows, start + before};
 }
 
 // Chunks of the slab that begins at `slab_step`, of at most `slab_chunks`.

@@ -102,5 +102,5 @@ struct __align__(16) ReadSlot {
     int slot;
     int first;
     int count;
-    int unused;
+    int written;  // 1 where the chunk writes it too
 };

@@ -12,8 +12,7 @@
 // Reads   memory [P*S, D] (row_stride values apart); read_slots [chunks, capacity], read_slot_count [chunks], read_terms
 //         [chunks, C R]; grad_readings [rows, D], lengths, cu_seqlens (chunk.cuh); capacity = min(C R, S).
 // Writes  rows of gradient_bank [P*S, D]; d_q_w [chunks, C, R], of present entries alone.
-// Sums    rows: entries in sorted order (token, then lane) onto the row. Dots: each lane its columns upwards (rows.cuh),
-//         then a butterfly over lanes, then slices in order.
+// Sums    rows: entries in sorted order (token, then lane) onto the row. Dots: the tree of rows.cuh.
 // Shared  none.
 #include "chunk.cuh"
 #include "entries.cuh"
@@ -53,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 2)
             const ReadTerm term = read_terms[e];
             RowSlice<BANK> incoming;
             incoming.load_shared_row(grad_readings + (chunk.first_row + term.token()) * D, column, D);
-            float dot = 0.0f;
+            float dot[LOADS] = {};
 #pragma unroll
             for (int l = 0; l < LOADS; ++l) {
                 float held[WORD], gr[WORD];
@@ -61,15 +60,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 2)
                 incoming.word(l, gr);
 #pragma unroll
                 for (int c = 0; c < WORD; ++c) {
-                    dot = fmaf(gr[c], held[c], dot);
+                    dot[l] = fmaf(gr[c], held[c], dot[l]);
                     value[l][c] = fmaf(term.q_w, gr[c], value[l][c]);
                 }
             }
-            dot = warp_sum(dot);
-            if (lane == 0) {
-                float* const out = d_q_w + term.token() * R + entry_lane(term.code);
-                *out = slice == 0 ? dot : *out + dot;
-            }
+            float* const out = d_q_w + term.token() * R + entry_lane(term.code);
+            const float sum = add_blocks(slice == 0 ? 0.0f : *out, dot, slice, D);
+            __syncwarp();
+            if (lane == 0) *out = sum;
         }
 #pragma unroll
         for (int l = 0; l < LOADS; ++l) store_word(gradient, column + l * 32 * WORD, D, value[l]);

@@ -10,8 +10,7 @@
 // Block   32 * WARPS threads: warp w takes rows w, w + WARPS, .. of the token.
 // Reads   gradient_bank [P*S, D], k_idx [rows, W], write_weight [chunks, C, W], err [chunks, C, D], strength [chunks, C].
 // Writes  gwr [P, C, D], d_k_pd [chunks, C, W].
-// Sums    gwr: each warp its rows in turn, then the warps in order. Dots: each lane its columns upwards (rows.cuh), then
-//         a butterfly over lanes, then slices in order.
+// Sums    gwr: each warp its rows in turn, then the warps in order. Dots: the tree of rows.cuh.
 // Shared  dynamic: 4 * WARPS * SLICE + 16 * W bytes.
 #include "chunk.cuh"
 #include "rows.cuh"
@@ -61,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
             for (int a = 0; a < AHEAD; ++a) {
                 const int w = base + a * WARPS;
                 if (w >= W || offset[w] < 0) continue;
-                float product = 0.0f;
+                float product[LOADS] = {};
 #pragma unroll
                 for (int l = 0; l < LOADS; ++l) {
                     float value[WORD], delta[WORD];
@@ -69,12 +68,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
                     change.word(l, delta);
 #pragma unroll
                     for (int c = 0; c < WORD; ++c) {
-                        product = fmaf(value[c], beta * delta[c], product);
+                        product[l] = fmaf(value[c], beta * delta[c], product[l]);
                         sum[l][c] = fmaf(weight[w], value[c], sum[l][c]);
                     }
                 }
-                product = warp_sum(product);
-                if (lane == 0) dot[w] += product;
+                const float total = add_blocks(dot[w], product, slice, D);
+                __syncwarp();
+                if (lane == 0) dot[w] = total;
             }
         }
 #pragma unroll

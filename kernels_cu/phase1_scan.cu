@@ -179,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                     if (backward) slot_reads[slot_base + slot] = make_int2(first_query, run.reads);
                 }
                 if (backward && run.reads > 0)
-                    read_slots[read_slot_base + read_slot] = ReadSlot{place, first_query, run.reads, 0};
+                    read_slots[read_slot_base + read_slot] = ReadSlot{place, first_query, run.reads, run.writes > 0 ? 1 : 0};
             }
         }
         code = upcoming;

@@ -13,8 +13,7 @@
 //         [chunks, C W]; lam [chunks, C, D], strength [chunks, C]; capacity = min(C W, S).
 // Writes  rows of gradient_bank [P*S, D] and of memory [P*S, D] (row_stride values apart); d_k_eff [chunks, C, W], of
 //         present entries alone; d_tot [chunks, capacity].
-// Sums    rows: terms in sorted order (token, then lane) onto the decayed row. Dots: each lane its columns upwards
-//         (rows.cuh), then a butterfly over lanes, then slices in order.
+// Sums    rows: terms in sorted order (token, then lane) onto the decayed row. Dots: the tree of rows.cuh.
 // Shared  none.
 #include "entries.cuh"
 #include "rows.cuh"
@@ -50,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 2)
         if (slice == 0) ptx::pdl_wait();
         after.load(gradient, column, D);
         float value[LOADS][WORD];
-        float product = 0.0f;
+        float product[LOADS] = {};
 #pragma unroll
         for (int l = 0; l < LOADS; ++l) {
             float restored[WORD];
@@ -58,18 +57,18 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 2)
             after.word(l, value[l]);
 #pragma unroll
             for (int c = 0; c < WORD; ++c) {
-                product = fmaf(value[l][c], restored[c], product);
+                product[l] = fmaf(value[l][c], restored[c], product[l]);
                 value[l][c] *= slot.cpe;
             }
         }
         before.restore(memory + row * row_stride, column, D);
-        total += warp_sum(product);
+        total = add_blocks(total, product, slice, D);
         for (int e = 0; e < slot.count; ++e) {
             const WriteTerm term = write_terms[e];
             RowSlice<float> adjoint;
             adjoint.load_shared_row(lam + static_cast<long long>(term.token()) * D, column, D);
             const float beta = -strength[term.token()], weight = beta * term.k_eff;
-            float dot = 0.0f;
+            float dot[LOADS] = {};
 #pragma unroll
             for (int l = 0; l < LOADS; ++l) {
                 float restored[WORD], change[WORD];
@@ -77,15 +76,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 2)
                 adjoint.word(l, change);
 #pragma unroll
                 for (int c = 0; c < WORD; ++c) {
-                    dot = fmaf(change[c], restored[c], dot);
+                    dot[l] = fmaf(change[c], beta * restored[c], dot[l]);
                     value[l][c] = fmaf(weight, change[c], value[l][c]);
                 }
             }
-            dot = beta * warp_sum(dot);
-            if (lane == 0) {
-                float* const out = d_k_eff + term.token() * W + entry_lane(term.code);
-                *out = slice == 0 ? dot : *out + dot;
-            }
+            float* const out = d_k_eff + term.token() * W + entry_lane(term.code);
+            const float sum = add_blocks(slice == 0 ? 0.0f : *out, dot, slice, D);
+            __syncwarp();
+            if (lane == 0) *out = sum;
         }
 #pragma unroll
         for (int l = 0; l < LOADS; ++l) store_word(gradient, column + l * 32 * WORD, D, value[l]);

@@ -78,6 +78,47 @@ __device__ __forceinline__ void store_word(T* row, int at, int D, const float (&
     }
 }
 
+// ---- dots over columns ----
+
+// Of a row, in one tree for every schedule: each lane sums the columns of a word upwards, the 16 words of a block of 256
+// bytes of the bank's format are added by a butterfly (lanes 4, 2 and 1 apart, then 8), the blocks of the row in order.
+
+// Adds the blocks of one slice to `total`, of which the first slice needs no value. share[l] is this lane's sum of its
+// word l; `column` is the slice's first. The same bits in every lane.
+__device__ __forceinline__ float add_blocks(float total, const float (&share)[LOADS], int column, int D) {
+    static_assert(LOADS == 1 || LOADS == 2 || LOADS == 4);
+    const int lane = threadIdx.x % 32;
+    // Lanes 4 and 2 apart share out the words, so that each lane ends with one: word 2 (lane & 4) + (lane & 2).
+    float sum;
+    if constexpr (LOADS == 4) {
+        const bool upper = lane & 4, odd = lane & 2;
+        const float even = (upper ? share[2] : share[0]) + __shfl_xor_sync(~0u, upper ? share[0] : share[2], 4);
+        const float other = (upper ? share[3] : share[1]) + __shfl_xor_sync(~0u, upper ? share[1] : share[3], 4);
+        sum = (odd ? other : even) + __shfl_xor_sync(~0u, odd ? even : other, 2);
+    } else if constexpr (LOADS == 2) {
+        const bool upper = lane & 4;
+        sum = (upper ? share[1] : share[0]) + __shfl_xor_sync(~0u, upper ? share[0] : share[1], 4);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+    } else {
+        sum = share[0] + __shfl_xor_sync(~0u, share[0], 4);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+    }
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 8);
+#pragma unroll
+    for (int block = 0; block < 2 * LOADS; ++block) {
+        const int word = block / 2, first = block % 2 * 16;
+        const int source = first + (LOADS == 4 ? word / 2 * 4 + word % 2 * 2 : word * 4);
+        const float of_block = __shfl_sync(~0u, sum, source);
+        const int at = column + block * 16 * WORD;
+        if (at == 0)
+            total = of_block;
+        else if (at < D)
+            total += of_block;
+    }
+    return total;
+}
+
 // ---- snapshots ----
 
 // SNAPSHOT: 1 in the bank's format, 2 Bf16, 3 fp8, 4 int4 (decay_write.cu).

@@ -21,9 +21,7 @@ __all__ = ["add_arguments", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options to ``parser``."""
     parser.add_argument("--phase", choices=("decode", "forward", "training"), required=True)
-    parser.add_argument(
-        "--case", choices=tuple(CASES), nargs="+", help="of the forward and training (default: all)"
-    )
+    parser.add_argument("--case", choices=tuple(CASES), nargs="+", help="which (default: all)")
     parser.add_argument("--kernels", action="store_true", help="time each kernel too")
     parser.add_argument("--no-start", action="store_true", help="leave out decode's cold and warm start")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")

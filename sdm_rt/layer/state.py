@@ -87,7 +87,18 @@ class SDMLayerState(Cache):
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Return the bank, in place, to the one the state was created from, and ``cache_len`` to 0."""
+        """Return the bank, in place, to the one the state was created from, and ``cache_len`` to 0.
+
+        Raises
+        ------
+        RuntimeError
+            If that bank is a learned one that FSDP2 has given back its memory since.
+        """
+        if self._initial.numel() and self._initial.untyped_storage().nbytes() == 0:
+            raise RuntimeError(
+                "reset: the learned initial bank is no longer in memory, since FSDP2 has resharded its "
+                "layer; create the state by create_kv_cache(..., initial_memory=layer.memory.full_tensor())"
+            )
         rows = self._initial.shape[0]
         for start in range(0, self.memory.shape[0], max(rows, 1)):
             self.memory[start : start + rows].copy_(self._initial)

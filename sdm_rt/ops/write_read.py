@@ -196,7 +196,8 @@ def sdm_write_read(
     TypeError
         A wrong dtype or type.
     RuntimeError
-        From a backward: the bank of an in-place call was changed in between, or ran backward before.
+        Inside a transform of ``torch.func``. From a backward: the bank of an in-place call was changed in
+        between, or ran backward before.
 
     Notes
     -----
@@ -204,6 +205,10 @@ def sdm_write_read(
     backwards of in-place calls run in the reverse order of their calls, the gradient of ``memory`` is with
     respect to the bank at that call's own start, and none flows between two in-place calls;
     ``return_final_bank`` does that, and is what activation checkpointing needs, which calls the op twice.
+
+    Under ``torch.compile`` and under dispatch modes a call is an operator of ``torch.library``. An in-place
+    call that needs a backward then runs on a copy of the bank: the values and gradients are the same, but its
+    backward does not restore the bank.
     """
     _check_options(chunk_size, snapshot_quant, schedule, max_seqlen)
     checks.check_bank(memory)
@@ -236,6 +241,11 @@ def sdm_write_read(
     checked = env.flag("SDM_RT_CHECK") if check_indices is None else check_indices
     if is_traced(memory):
         return traced_write_read(memory, flat, call, streams, checked, return_final_bank)
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise RuntimeError(
+            "sdm_write_read: torch.func transforms (vmap, grad and others) are not supported; batch by "
+            "streams (num_parallel) and differentiate with torch.autograd"
+        )
     if checked and device.type == "cuda":
         check_values(call, flat, streams)
     if needs_backward(memory, flat):

@@ -1,11 +1,15 @@
-"""The op inside PyTorch's training machinery: inference mode, hooks, checkpointing, autocast."""
+"""The op inside PyTorch's training machinery: inference mode, hooks, checkpointing, autocast, transforms."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from sdm_rt import sdm_write_read
 from tests.problems import GRADIENTS, Problem, Result, make_problem, run_op
@@ -164,3 +168,78 @@ def test_checkpointing_an_in_place_call_is_refused() -> None:
     with pytest.raises(RuntimeError, match="activation checkpointing"):
         readings.sum().backward()
     assert v.grad is None
+
+
+def test_selective_checkpointing_keeps_or_repeats_the_call() -> None:
+    problem = make_problem(2, 7, 3, 4, 5, 8)
+    v = problem.v.clone().requires_grad_()
+    ran = []
+
+    def call(v: Tensor) -> Tensor:
+        arguments = problem.inputs() | {"v": v.tanh()}
+        return sdm_write_read(problem.memory.clone(), **arguments, **problem.options()).square()
+
+    (want,) = torch.autograd.grad(call(v).sum(), v)
+    for choice in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE):
+
+        def policy(context: Any, op: Any, *_: Any, choice: Any = choice, **__: Any) -> CheckpointPolicy:
+            if op == torch.ops.sdm_rt.write_read.default:
+                ran.append(context.is_recompute)
+                return choice
+            return CheckpointPolicy.PREFER_RECOMPUTE
+
+        contexts = partial(create_selective_checkpoint_contexts, policy)
+        out = checkpoint(call, v, use_reentrant=False, context_fn=contexts)
+        assert_same_bits("gradient", torch.autograd.grad(out.sum(), v)[0], want)
+    assert ran.count(False) == 2
+
+
+@pytest.mark.parametrize("transform", [torch.vmap, torch.func.grad])
+def test_functional_transforms_are_refused(transform: Callable[..., Any]) -> None:
+    problem = make_problem(1, 4, 2, 2, 3, 4)
+
+    def call(memory: Tensor) -> Tensor:
+        out = sdm_write_read(memory, **problem.inputs(), **problem.options(), return_final_bank=True)
+        return out[0].sum()
+
+    argument = problem.memory.expand(2, -1, -1) if transform is torch.vmap else problem.memory
+    with pytest.raises(RuntimeError, match=r"torch\.func transforms"):
+        transform(call)(argument)
+
+
+@pytest.mark.parametrize("return_final_bank", [False, True])
+def test_gradients_only_where_asked_for(return_final_bank: bool) -> None:
+    problem = make_problem(2, 7, 3, 4, 5, 8, writes="repeats", lengths=(7, 4))
+    want = _gradients(problem, return_final_bank, "none")
+    for name in GRADIENTS:
+        leaf = getattr(problem, name).clone().requires_grad_()
+        arguments = {"memory": problem.memory.clone()} | problem.inputs() | {name: leaf}
+        out = sdm_write_read(**arguments, **problem.options(), return_final_bank=return_final_bank)
+        outputs = out if return_final_bank else (out,)
+        grads = (problem.grad_readings.flatten(0, 1), problem.grad_bank)[: len(outputs)]
+        torch.autograd.backward(outputs, grads)
+        assert_same_bits(f"gradient of {name}", leaf.grad, want[name])
+
+
+def test_an_expanded_gradient() -> None:
+    problem = make_problem(2, 7, 3, 4, 5, 8)
+    found = []
+    for dense in (True, False):
+        v = problem.v.clone().requires_grad_()
+        readings = sdm_write_read(
+            problem.memory.clone(), **(problem.inputs() | {"v": v}), **problem.options()
+        )
+        ones = torch.ones_like(readings) if dense else torch.ones(1, 1, dtype=v.dtype).expand_as(readings)
+        readings.backward(ones)
+        found.append(v.grad)
+    assert_same_bits("gradient", found[1], found[0])
+
+
+def test_lengths_changed_before_the_backward_are_refused() -> None:
+    problem = make_problem(2, 7, 3, 4, 5, 8)
+    v, lengths = problem.v.clone().requires_grad_(), torch.tensor([7, 4])
+    arguments = problem.inputs() | {"v": v} | problem.options() | {"lengths": lengths}
+    readings = sdm_write_read(problem.memory.clone(), **arguments)
+    lengths.fill_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        readings.sum().backward()

@@ -4,11 +4,12 @@
 //
 // with delta = strength err. A padded token gives 0 in both; an index outside the stream's rows is absent.
 //
-// Macros  INDEX (int, long long), BANK (float, Bf16, Fp16), GRADIENT (BANK or float), VECTOR (columns of one load),
-//         LOADS (words of a lane in a slice of a row).
+// Macros  BANK (float, Bf16, Fp16), GRADIENT (BANK or float), VECTOR (columns of one load), LOADS (words of a lane in a
+//         slice of a row).
 // Grid    (C tokens, P streams).
 // Block   32 * WARPS threads: warp w takes rows w, w + WARPS, .. of the token.
-// Reads   gradient_bank [P*S, D], k_idx [rows, W], write_weight [chunks, C, W], err [chunks, C, D], strength [chunks, C].
+// Reads   gradient_bank [P*S, D], k_idx [rows, W] (64-bit where wide_index), write_weight [chunks, C, W], err
+//         [chunks, C, D], strength [chunks, C].
 // Writes  gwr [P, C, D], d_k_pd [chunks, C, W].
 // Sums    gwr: each warp its rows in turn, then the warps in order. Dots: the tree of rows.cuh.
 // Shared  dynamic: 4 * WARPS * SLICE + 16 * W bytes.
@@ -19,9 +20,9 @@
 #define AHEAD (sizeof(GRADIENT) > sizeof(BANK) ? 1 : 2)  // rows of a warp under way at once
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
-    gwr(const GRADIENT* gradient_bank, const INDEX* k_idx, const float* write_weight, const float* err,
+    gwr(const GRADIENT* gradient_bank, const void* k_idx, const float* write_weight, const float* err,
         const float* strength, const void* lengths, const void* cu_seqlens, float* gwr, float* d_k_pd, int step, int P,
-        int T, int C, int W, int S, int D, int shared_bank, int wide) {
+        int T, int C, int W, int S, int D, int shared_bank, int wide, int wide_index) {
     const int i = blockIdx.x, p = blockIdx.y;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const long long n = static_cast<long long>(step) * P + p, token = n * C + i;
@@ -35,7 +36,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     const long long first_slot = shared_bank ? 0 : static_cast<long long>(p) * S;
     for (int w = threadIdx.x; w < W; w += 32 * WARPS) {
         long long slot = -1;
-        if (!padding) slot = slot_within(ptx::load_readonly(k_idx + (chunk.first_row + i) * W + w), first_slot, S);
+        if (!padding) {
+            const long long at = (chunk.first_row + i) * W + w;
+            const long long row = wide_index ? ptx::load_readonly(static_cast<const long long*>(k_idx) + at)
+                                             : ptx::load_readonly(static_cast<const int*>(k_idx) + at);
+            slot = slot_within(row, first_slot, S);
+        }
         offset[w] = slot < 0 ? -1 : (first_slot + slot) * D;
         weight[w] = write_weight[token * W + w];
         dot[w] = 0.0f;

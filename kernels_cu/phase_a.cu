@@ -81,8 +81,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 2)
                 }
             }
             float* const out = d_k_eff + term.token() * W + entry_lane(term.code);
-            const float sum = add_blocks(slice == 0 ? 0.0f : *out, dot, slice, D);
-            __syncwarp();
+            const float before_slice = lane == 0 && slice > 0 ? *out : 0.0f;
+            const float sum = add_blocks(before_slice, dot, slice, D);
             if (lane == 0) *out = sum;
         }
 #pragma unroll

@@ -84,7 +84,7 @@ __device__ __forceinline__ void store_word(T* row, int at, int D, const float (&
 // bytes of the bank's format are added by a butterfly (lanes 4, 2 and 1 apart, then 8), the blocks of the row in order.
 
 // Adds the blocks of one slice to `total`, of which the first slice needs no value. share[l] is this lane's sum of its
-// word l; `column` is the slice's first. The same bits in every lane.
+// word l; `column` is the slice's first. Every lane gets the sum to its own `total`.
 __device__ __forceinline__ float add_blocks(float total, const float (&share)[LOADS], int column, int D) {
     static_assert(LOADS == 1 || LOADS == 2 || LOADS == 4);
     const int lane = threadIdx.x % 32;

@@ -9,7 +9,7 @@ from sdm_rt.plan.kernel_resources import kernel_resources
 from sdm_rt.plan.launch import Argument, Launch, int32s, pdl_defines, pointers
 from sdm_rt.plan.phase1 import RECORD_BYTES, capacity, read_capacity
 from sdm_rt.plan.phase1_backward import plan_phase1_backward_launches, stages_outputs
-from sdm_rt.plan.shapes import WriteReadShape, dtype_bytes, kernel_index, kernel_type
+from sdm_rt.plan.shapes import WriteReadShape, dtype_bytes, kernel_type
 from sdm_rt.plan.shared_memory import one_block_per_sm
 from sdm_rt.plan.step_plan import Call, StepPlan
 from sdm_rt.plan.tiling import ceil_div
@@ -56,9 +56,9 @@ def row_loads(shape: WriteReadShape) -> int:
 
 
 def _columns_of_a_load(shape: WriteReadShape, most: int) -> int:
-    """Return the columns of one load of a row: a word, 4 or 1, whichever is the most up to ``most``."""
+    """Return the columns of one load of a row: a word, or 1 where rows are aligned to fewer bytes."""
     word = row_word(shape)
-    return word if most >= word else 4 if most >= 4 else 1
+    return word if most >= word else 1
 
 
 def _own_vector(shape: WriteReadShape) -> int:
@@ -78,7 +78,6 @@ def gwr_kernel(shape: WriteReadShape, pdl: bool) -> KernelSpec:
         ("gwr",),
         (
             *_dtypes(shape),
-            ("INDEX", kernel_index(shape.index_dtype)),
             ("LOADS", str(row_loads(shape))),
             *pdl_defines(waits=pdl),
             ("VECTOR", str(_own_vector(shape))),
@@ -101,7 +100,7 @@ def _gwr(shape: WriteReadShape, device: DeviceModel, pdl: bool) -> Launch:
         arguments=(
             *pointers(*reads, "gwr", "d_k_pd"),
             STEP,
-            *int32s("P", "T", "C", "W", "S", "D", "shared_bank", "wide"),
+            *int32s("P", "T", "C", "W", "S", "D", "shared_bank", "wide", "wide_index"),
         ),
         reads=reads,
         writes=("gwr", "d_k_pd"),
@@ -342,6 +341,7 @@ def backward_constants(plan: StepPlan) -> dict[str, int]:
         "D": shape.head_dim,
         "S": shape.slots,
         "grad_gates": shape.writes if shape.gates_per_write else 1,
+        "wide_index": int(shape.index_dtype == "int64"),
         "stage_outputs": int(stages_outputs(shape, plan.device)),
     }
     taken = {argument.name for launch in plan.kernels() for argument in launch.arguments}

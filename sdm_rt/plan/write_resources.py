@@ -112,15 +112,14 @@ def _phase1_backward_variants() -> Iterator[KernelSpec]:
 def _backward_variants(pdl: bool) -> Iterator[KernelSpec]:
     for dtype, wide in product(BANK_DTYPES, (False, True)):
         gradient = "float32" if wide else dtype
-        for index, shape in product(INDEX_DTYPES, _forward_shapes(dtypes=(dtype,))):
-            mixed = replace(shape, gradient_bank_dtype=gradient, index_dtype=index)
-            yield gwr_kernel(mixed, pdl)
-            yield gds_kernel(mixed, pdl)
+        for shape in _forward_shapes(dtypes=(dtype,), gradient_bank_dtype=gradient):
+            yield gwr_kernel(shape, pdl)
+            yield gds_kernel(shape, pdl)
+            yield gram_backward_kernel(shape)
             for snapshot in SNAPSHOTS:
-                yield phase_a_kernel(replace(mixed, snapshot=snapshot), pdl)
+                yield phase_a_kernel(replace(shape, snapshot=snapshot), pdl)
             for columns in PRODUCT_COLUMNS:
                 yield du_update_kernel(shape, columns, pdl)
-            yield gram_backward_kernel(shape)
 
 
 def _topk_variants() -> Iterator[KernelSpec]:

@@ -12,6 +12,7 @@ import pytest
 
 from sdm_rt.plan.write_resources import TARGETS, variants
 from tests.emulator import (
+    test_backward_variants,
     test_decode_variants,
     test_forward_variants,
     test_phase1_backward_variants,
@@ -23,6 +24,7 @@ ENTRY = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)
 # Top-k compiles its factors and k in, so its variants have no end; its module says what it runs of them.
 UNBOUNDED = ("topk.cu",)
 EXECUTED = (
+    *test_backward_variants.SPECS,
     *test_decode_variants.SPECS,
     *test_forward_variants.SPECS,
     *test_phase1_backward_variants.SPECS,

@@ -6,6 +6,8 @@ from typing import Literal, overload
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from sdm_rt import env
 from sdm_rt.ops import checks
@@ -16,6 +18,8 @@ from sdm_rt.ops.write_read_operators import traced_write_read
 from sdm_rt.ops.write_read_paths import path_of
 
 __all__ = ["sdm_write_read"]
+
+_PLAIN = (Tensor, Parameter)
 
 
 def _check_options(
@@ -42,6 +46,21 @@ def _check_gpu_call(memory: Tensor, cu_seqlens: Tensor | None, max_seqlen: int |
             "max_seqlen: expected the tokens of the longest stream with cu_seqlens on a GPU (the host does "
             "not wait to look), got None"
         )
+
+
+def _check_plain(tensors: dict[str, Tensor]) -> None:
+    """Refuse tensors whose values are not at their own address: kernels would not find them."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise RuntimeError(
+            "sdm_write_read: torch.func transforms (vmap, grad and others) are not supported; batch by "
+            "streams (num_parallel) and differentiate with torch.autograd"
+        )
+    for name, tensor in tensors.items():
+        if type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor):
+            raise TypeError(
+                f"{name}: expected a plain tensor, got {type(tensor).__name__}; pass what this process holds "
+                f"of it (a DTensor's to_local())"
+            )
 
 
 @overload
@@ -227,7 +246,8 @@ def sdm_write_read(
             f"key_weighted_decay={key_weighted_decay} says, got {g.shape[-1]}"
         )
     streams = {name: t for name, t in (("lengths", lengths), ("cu_seqlens", cu_seqlens)) if t is not None}
-    device = checks.check_one_device({"memory": memory, **flat, **streams})
+    given = {"memory": memory, **flat, **streams}
+    device = checks.check_one_device(given)
     if max_seqlen is not None and lengths is None and cu_seqlens is None and max_seqlen < shape.tokens:
         raise ValueError(f"max_seqlen: expected at least T = {shape.tokens}, got {max_seqlen}")
     if device.type == "cuda":
@@ -241,11 +261,7 @@ def sdm_write_read(
     checked = env.flag("SDM_RT_CHECK") if check_indices is None else check_indices
     if is_traced(memory):
         return traced_write_read(memory, flat, call, streams, checked, return_final_bank)
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        raise RuntimeError(
-            "sdm_write_read: torch.func transforms (vmap, grad and others) are not supported; batch by "
-            "streams (num_parallel) and differentiate with torch.autograd"
-        )
+    _check_plain(given)
     if checked and device.type == "cuda":
         check_values(call, flat, streams)
     if needs_backward(memory, flat):

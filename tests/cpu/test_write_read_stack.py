@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from sdm_rt import sdm_write_read
@@ -205,6 +206,15 @@ def test_functional_transforms_are_refused(transform: Callable[..., Any]) -> Non
     argument = problem.memory.expand(2, -1, -1) if transform is torch.vmap else problem.memory
     with pytest.raises(RuntimeError, match=r"torch\.func transforms"):
         transform(call)(argument)
+
+
+@pytest.mark.parametrize("name", ["memory", "k_idx", "v", "lengths"])
+def test_wrappers_of_several_tensors_are_refused(name: str) -> None:
+    problem = make_problem(2, 7, 3, 4, 5, 8, lengths=(7, 4))
+    arguments = {"memory": problem.memory.clone(), **problem.inputs(), **problem.options()}
+    arguments[name] = TwoTensor(arguments[name], arguments[name].clone())
+    with pytest.raises(TypeError, match=rf"^{name}: expected a plain tensor, got TwoTensor"):
+        sdm_write_read(**arguments)
 
 
 @pytest.mark.parametrize("return_final_bank", [False, True])

@@ -2,6 +2,7 @@
 // delta.
 #pragma once
 
+#include "tiles.cuh"
 #include "walk.cuh"
 
 // A tile of the products: the first ones of X and QX, then those of A.
@@ -15,12 +16,6 @@ static __device__ __forceinline__ int column_of(int group) {
     return group % (GROUPS / PLANES) * 4 * PLANES + group / (GROUPS / PLANES) * 4;
 }
 
-static __device__ __forceinline__ void add_product(float4& sum, float factor, const float4& x) {
-    sum.x = fmaf(factor, x.x, sum.x);
-    sum.y = fmaf(factor, x.y, sum.y);
-    sum.z = fmaf(factor, x.z, sum.z);
-    sum.w = fmaf(factor, x.w, sum.w);
-}
 static __device__ __forceinline__ float4 scaled(const float4& x, const float* weights, int i) {
     if (weights == nullptr) return x;
     const float weight = weights[i];

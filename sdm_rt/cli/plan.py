@@ -10,6 +10,7 @@ from sdm_rt.plan.backward import plan_backward
 from sdm_rt.plan.decode import plan_decode
 from sdm_rt.plan.device import PRESETS, DeviceModel, preset
 from sdm_rt.plan.forward import plan_forward
+from sdm_rt.plan.persistent import SCHEDULES
 from sdm_rt.plan.reference_backward import plan_reference_backward
 from sdm_rt.plan.shapes import BANK_DTYPES, INDEX_DTYPES, SNAPSHOTS, DecodeShape, WriteReadShape
 from sdm_rt.plan.step_plan import StepPlan
@@ -47,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="the reference schedule's backward (torch.baddbmm where it uses it), for comparison",
     )
+    parser.add_argument("--schedule", choices=SCHEDULES, help="of the forward (default: the plan's choice)")
     parser.add_argument("--json", action="store_true", help="print JSON, one object a plan in a list")
 
 
@@ -80,7 +82,7 @@ def _plan(name: str, arguments: argparse.Namespace, device: DeviceModel) -> Step
         training=not arguments.no_grad,
     )
     if name == "forward":
-        return plan_forward(shape, device)
+        return plan_forward(shape, device, arguments.schedule)
     return (plan_reference_backward if arguments.reference else plan_backward)(shape, device)
 
 

@@ -6,6 +6,7 @@ from sdm_rt.errors import UnsupportedConfigurationError
 from sdm_rt.plan.buffer import Buffer, total_bytes
 from sdm_rt.plan.device import DeviceModel, require_supported
 from sdm_rt.plan.launch import MAX_GRID, Argument, Dim3, Launch, int32s, pdl_defines, pointers
+from sdm_rt.plan.persistent import IN_SHARED_MEMORY, choose_schedule, persistent_constants
 from sdm_rt.plan.phase1 import (
     RECORD_BYTES,
     capacity,
@@ -251,8 +252,10 @@ def kept_buffers(shape: WriteReadShape) -> tuple[Buffer, ...]:
     return tuple(buffer for buffer in (*phase1, *_buffers(shape)) if buffer.kept)
 
 
-def plan_forward(shape: WriteReadShape, device: DeviceModel) -> StepPlan:
+def plan_forward(shape: WriteReadShape, device: DeviceModel, schedule: str | None = None) -> StepPlan:
     """Plan the forward (math.md "The chunked form"): Phase 1 for each slab of steps, then its steps.
+
+    The steps are three launches each, or one launch for all steps of a slab (`sdm_rt.plan.persistent`).
 
     Where the GPU has PDL, the decay-and-write follows the dual matmul as a programmatic dependent; the dual
     matmul triggers it early only at chunk sizes up to 64 and where the decay-and-write is one wave of blocks.
@@ -263,6 +266,8 @@ def plan_forward(shape: WriteReadShape, device: DeviceModel) -> StepPlan:
         Shapes and dtypes.
     device : DeviceModel
         The GPU.
+    schedule : {"stepwise", "persistent"}, optional
+        Forces a schedule; both give the same bits.
 
     Returns
     -------
@@ -272,7 +277,7 @@ def plan_forward(shape: WriteReadShape, device: DeviceModel) -> StepPlan:
     Raises
     ------
     UnsupportedConfigurationError
-        For more streams than a grid holds.
+        For more streams than a grid holds, and for a forced schedule that cannot run.
     RuntimeError
         For a GPU below compute capability 8.0.
     """
@@ -287,10 +292,18 @@ def plan_forward(shape: WriteReadShape, device: DeviceModel) -> StepPlan:
     decay_write = _decay_write(shape, device.pdl)
     wave = decay_write.occupancy(device).wave(device)
     triggers = device.pdl and shape.chunk <= TRIGGER_MAX_CHUNK and decay_write.blocks <= wave
-    notes = [f"decay_write: {decay_write.blocks} blocks, {wave} fit the GPU at once"]
     slab = slab_steps(shape, device)
     phase1 = plan_phase1(shape, slab, device)
-    buffers = (*phase1.buffers, *_buffers(shape))
+    prologue, buffers = phase1.launches, (*phase1.buffers, *_buffers(shape))
+    step: tuple[Launch, ...] = (_gather(shape), _dual_matmul(shape, triggers, device), decay_write)
+    persistent, note = choose_schedule(shape, device, step, slab, schedule)
+    if persistent is None:
+        notes = [f"decay_write: {decay_write.blocks} blocks, {wave} fit the GPU at once"]
+    else:
+        notes, step, prologue = [], (), (*prologue, persistent)
+        buffers = tuple(buffer for buffer in buffers if buffer.name not in IN_SHARED_MEMORY)
+    if note:
+        notes.append(note)
     kept, scratch = (total_bytes(buffers, kept=kept) for kept in (True, False))
     memory = f"working memory {scratch / 2**20:,.1f} MiB"
     notes.append(f"{memory}, kept for the backward {kept / 2**20:,.1f} MiB" if kept else memory)
@@ -300,7 +313,6 @@ def plan_forward(shape: WriteReadShape, device: DeviceModel) -> StepPlan:
         notes.append(
             f"snapshot: at most {rows:,} rows ({bits}-bit row offsets), buffer {size / 2**30:.2f} GiB"
         )
-    step = (_gather(shape), _dual_matmul(shape, triggers, device), decay_write)
     return StepPlan(
         "forward",
         device,
@@ -308,7 +320,7 @@ def plan_forward(shape: WriteReadShape, device: DeviceModel) -> StepPlan:
         steps=shape.chunks,
         first_step=step,
         step=step,
-        prologue=phase1.launches,
+        prologue=prologue,
         slab_steps=slab,
         buffers=buffers,
         notes=tuple(notes),
@@ -334,5 +346,9 @@ def forward_constants(plan: StepPlan) -> dict[str, int]:
         "digit_bits": digit_bits,
         "staged": int(staged_weights(shape)),
     }
+    for launch in plan.prologue:
+        if launch.name == "persistent_forward":
+            assert isinstance(launch, Launch)
+            numbers |= persistent_constants(shape, plan.device, launch) | {"groups": gather_block(shape)[1]}
     taken = {argument.name for launch in plan.kernels() for argument in launch.arguments}
     return {name: number for name, number in numbers.items() if name in taken}

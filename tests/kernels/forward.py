@@ -74,6 +74,7 @@ def planned_forward(
     training: bool = False,
     snapshot: str = "none",
     grad_bank_fp32: bool = False,
+    schedule: str | None = None,
     optional: Mapping[str, Tensor] | None = None,
 ) -> Planned:
     """Plan a call; ``optional`` holds results that the op leaves out."""
@@ -82,8 +83,8 @@ def planned_forward(
     layout = BankLayout.of(memory)
     shape = resolve_streams(memory, problem.k_idx, problem.slots, problem.streams, False, lengths, None)
     operands = operands_of(memory, flatten_tokens(problem.inputs(), shape))
-    call = WriteReadCall(shape, problem.tokens, chunk, snapshot, grad_bank_fp32, None)
-    plan = plan_forward(planned_shape(memory, operands, call, layout.alignment, training), model)
+    call = WriteReadCall(shape, problem.tokens, chunk, snapshot, grad_bank_fp32, schedule)
+    plan = plan_forward(planned_shape(memory, operands, call, layout.alignment, training), model, schedule)
     buffers = allocate(plan.buffers, memory.device)
     readings = torch.empty(shape.rows, memory.shape[1], dtype=memory.dtype)
     values: dict[str, Any] = {

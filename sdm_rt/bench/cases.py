@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-__all__ = ["CASES", "Case", "Inputs", "make_inputs"]
+from sdm_rt.plan.shapes import WriteReadShape
+
+__all__ = ["CASES", "Case", "Inputs", "make_inputs", "shape_of"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,22 @@ CASES: dict[str, Case] = {
     "float32": Case(2, 4096, 64, 64, 512, 65536, dtype=torch.float32),
     "many streams": Case(64, 1024, 64, 32, 64, 4096),
 }
+
+
+def shape_of(case: Case, training: bool) -> WriteReadShape:
+    """Return what plans read of a case: of a call without gradients, or of one that a backward follows."""
+    return WriteReadShape(
+        streams=case.streams,
+        tokens=case.tokens,
+        chunk=case.chunk,
+        writes=case.lanes,
+        reads=case.lanes,
+        head_dim=case.head_dim,
+        slots=case.slots,
+        bank_dtype=str(case.dtype).removeprefix("torch."),
+        snapshot=case.snapshot if training else "none",
+        training=training,
+    )
 
 
 @dataclass(frozen=True)

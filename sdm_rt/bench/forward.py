@@ -98,10 +98,10 @@ def bench_forward(names: Sequence[str], kernels: bool, schedule: str | None) -> 
     for name in names:
         case = CASES[name]
         inputs = make_inputs(case, DEVICE)
-        no_grad, host = measure(partial(no_grad_call, case, inputs), REPEATS)
-        peak = peak_bytes(partial(no_grad_call, case, inputs))
-        graph = graph_figures("no_grad_graph", partial(no_grad_call, case, inputs), REPEATS)
-        plan = training_plan(case)
+        no_grad, host = measure(partial(no_grad_call, case, inputs, schedule), REPEATS)
+        peak = peak_bytes(partial(no_grad_call, case, inputs, schedule))
+        graph = graph_figures("no_grad_graph", partial(no_grad_call, case, inputs, schedule), REPEATS)
+        plan = training_plan(case, schedule)
         bound, tensors = bind(plan, case, inputs)
         training, training_host = measure(partial(bound.run, stream), REPEATS)
         row: dict[str, Any] = {

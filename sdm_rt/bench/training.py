@@ -11,9 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sdm_rt.bench.bounds import floor_bytes
 from sdm_rt.bench.cases import CASES, Case, Inputs, make_inputs
 from sdm_rt.bench.forward import bind, kernel_us, training_plan
-from sdm_rt.bench.timing import FLUSH_BYTES, peak_bytes
+from sdm_rt.bench.timing import (
+    DEVICE,
+    FLUSH_BYTES,
+    WARMUP,
+    copy_bandwidth,
+    floor_ms,
+    graph_figures,
+    peak_bytes,
+)
+from sdm_rt.ops.decode_launch import device_model
 from sdm_rt.ops.write_read import sdm_write_read
 from sdm_rt.ops.write_read_launch import allocate, pointers_of
 from sdm_rt.plan.backward import backward_constants, plan_backward
@@ -22,14 +32,13 @@ from sdm_rt.plan.shapes import WriteReadShape
 from sdm_rt.runtime import device
 from sdm_rt.runtime.interop import current_stream
 
-__all__ = ["bench_training"]
+__all__ = ["LEAVES", "bench_training", "measure_step"]
 
 REPEATS = 5
-WARMUP = 2
 LEAVES = ("memory", "k_val", "v", "beta", "g", "q_val")
 
 
-def training_forward(case: Case, inputs: Inputs) -> Tensor:
+def training_forward(case: Case, inputs: Inputs, schedule: str | None = None) -> Tensor:
     """Run the op; every differentiable input requires grad."""
     return sdm_write_read(
         inputs.memory,
@@ -38,21 +47,24 @@ def training_forward(case: Case, inputs: Inputs) -> Tensor:
         num_memory_slots=case.slots,
         num_parallel=case.streams,
         snapshot_quant=case.snapshot,
+        schedule=schedule,
     )
 
 
-def training_step(case: Case, inputs: Inputs) -> None:
+def training_step(case: Case, inputs: Inputs, schedule: str | None = None) -> None:
     """Run forward and backward; the gradients of the step before are dropped first."""
     for name in LEAVES:
         getattr(inputs, name).grad = None
-    training_forward(case, inputs).backward(inputs.grad_readings)  # type: ignore[no-untyped-call]
+    training_forward(case, inputs, schedule).backward(inputs.grad_readings)  # type: ignore[no-untyped-call]
 
 
-def measure_step(case: Case, inputs: Inputs) -> dict[str, float]:
+def measure_step(
+    case: Case, inputs: Inputs, schedule: str | None = None, repeats: int = REPEATS
+) -> dict[str, float]:
     """Time forward and backward of plain calls, on the GPU and of the calling thread, in milliseconds."""
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=DEVICE)
     rows: list[tuple[float, ...]] = []
-    for run in range(WARMUP + REPEATS):
+    for run in range(WARMUP + repeats):
         for name in LEAVES:
             getattr(inputs, name).grad = None
         flush.zero_()
@@ -60,7 +72,7 @@ def measure_step(case: Case, inputs: Inputs) -> dict[str, float]:
         torch.cuda.synchronize()
         begin.record()
         started = time.perf_counter()
-        readings = training_forward(case, inputs)
+        readings = training_forward(case, inputs, schedule)
         half = time.perf_counter()
         middle.record()
         readings.backward(inputs.grad_readings)  # type: ignore[no-untyped-call]
@@ -102,7 +114,7 @@ def bind_backward(case: Case, inputs: Inputs) -> tuple[BoundPlan, dict[str, Tens
     return bound, tensors
 
 
-def bench_training(names: Sequence[str], kernels: bool) -> dict[str, Any]:
+def bench_training(names: Sequence[str], kernels: bool, schedule: str | None) -> dict[str, Any]:
     """Measure training steps of the named cases, print a table and return the figures.
 
     Parameters
@@ -111,31 +123,29 @@ def bench_training(names: Sequence[str], kernels: bool) -> dict[str, Any]:
         Keys of ``CASES``.
     kernels : bool
         Whether each kernel of the backward is timed too.
+    schedule : {"stepwise", "persistent"}, optional
+        The schedule to force.
     """
     figures: dict[str, Any] = {}
-    print("case            forward ms (host)  backward ms (host)   step ms   peak GiB   floor ms")
+    model, bandwidth = device_model(torch.cuda.current_device()), copy_bandwidth()
+    print("case            forward ms (host)  backward ms (host)   step ms    graph    floor   peak GiB")
     for name in names:
         case = CASES[name]
-        inputs = make_inputs(case, torch.device("cuda"))
+        inputs = make_inputs(case, DEVICE)
         for leaf in LEAVES:
             getattr(inputs, leaf).requires_grad_()
-        row: dict[str, Any] = dict(measure_step(case, inputs))
+        row: dict[str, Any] = dict(measure_step(case, inputs, schedule))
         for leaf in LEAVES:
             getattr(inputs, leaf).grad = None
-        row["peak_gib"] = round(peak_bytes(partial(training_step, case, inputs)) / 2**30, 3)
+        row["peak_gib"] = round(peak_bytes(partial(training_step, case, inputs, schedule)) / 2**30, 3)
+        row |= graph_figures("graph", partial(training_step, case, inputs, schedule), REPEATS)
+        row["floor_ms"] = floor_ms(floor_bytes(case, model, training=True), bandwidth)
         for leaf in LEAVES:
             getattr(inputs, leaf).requires_grad_(False).grad = None
-        plan = training_plan(case)
-        shape = plan.shape
-        assert isinstance(shape, WriteReadShape)
-        back = plan_backward(shape, plan.device)
-        row["floor_ms"] = round(
-            sum(one.device.floor_us(one.total("floor_bytes")) for one in (plan, back)) / 1e3, 3
-        )
         print(
             f"{name:15} {row['forward_ms']:8.3f} ({row['forward_host_ms']:7.3f}) "
             f"{row['backward_ms']:9.3f} ({row['backward_host_ms']:7.3f}) {row['step_ms']:9.3f} "
-            f"{row['peak_gib']:10.3f} {row['floor_ms']:10.3f}",
+            f"{row.get('graph_ms', float('nan')):8.3f} {row['floor_ms']:8.3f} {row['peak_gib']:10.3f}",
             flush=True,
         )
         if kernels:
@@ -146,4 +156,4 @@ def bench_training(names: Sequence[str], kernels: bool) -> dict[str, Any]:
         figures[name] = row
         del inputs
         torch.cuda.empty_cache()
-    return {"training": figures}
+    return {"copy_tb_s": round(bandwidth / 1e12, 3), "training": figures}

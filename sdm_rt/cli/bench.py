@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.phase == "decode":
         figures |= bench_decode(DecodeBench(), starts=not arguments.no_start)
     elif arguments.phase == "training":
-        figures |= bench_training(arguments.case or tuple(CASES), arguments.kernels)
+        figures |= bench_training(arguments.case or tuple(CASES), arguments.kernels, arguments.schedule)
     else:
         figures |= bench_forward(arguments.case or tuple(CASES), arguments.kernels, arguments.schedule)
     if arguments.json is not None:

@@ -21,6 +21,7 @@ from sdm_rt.ops.phase1_backward import phase1_backward, phase1_backward_det
 from sdm_rt.ops.solve import wy_solve
 from sdm_rt.ops.topk import product_key_topk
 from sdm_rt.ops.write_read import sdm_write_read
+from sdm_rt.ops.write_read_graphs import reset_cuda_graphs, suspend_cuda_graphs
 
 __version__ = "0.1.0"
 
@@ -42,8 +43,10 @@ __all__ = [
     "phase1_forward",
     "product_key_topk",
     "repeated_write_slots",
+    "reset_cuda_graphs",
     "reset_dispatch",
     "sdm_decode_step",
     "sdm_write_read",
+    "suspend_cuda_graphs",
     "wy_solve",
 ]

@@ -77,7 +77,9 @@ class SparseDeltaMemoryArgs:
     snapshot_quant : {"none", "bf16", "fp8", "int4"}
         How training keeps the rows it overwrites.
     cuda_graph : bool
-        Replay the op as CUDA graphs; without effect on CPU tensors.
+        Replay the write-read op of calls that can need a backward as CUDA graphs, from a shape's second call
+        on; the same bits. A captured call keeps its own memory, a copy of the bank included, until
+        ``reset_cuda_graphs()``. Without effect on CPU tensors, without gradients and in compiled calls.
     grad_bank_fp32 : bool
         Keep the gradient of a half-precision bank in float32.
     product_key_factor_dims : sequence of int, optional

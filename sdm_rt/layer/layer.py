@@ -19,8 +19,10 @@ from sdm_rt.layer.state import Cache, SDMLayerState
 from sdm_rt.layer.statistics import access_statistics, norm_statistics
 from sdm_rt.ops.checks import BANK_DTYPES, check_int, check_one_device
 from sdm_rt.ops.decode import sdm_decode_step
+from sdm_rt.ops.library import is_traced
 from sdm_rt.ops.topk import product_key_topk
 from sdm_rt.ops.write_read import sdm_write_read
+from sdm_rt.ops.write_read_graphs import replayed_calls
 
 __all__ = ["SparseDeltaMemory"]
 
@@ -375,6 +377,12 @@ class SparseDeltaMemory(nn.Module):
         if decodes and not needs_backward and isinstance(layout, PaddedLayout) and layout.tokens == 1:
             readings: Tensor = sdm_decode_step(bank, *entries, lengths=layout.stream_lengths)
             return readings
+        if self.args.cuda_graph and needs_backward and not is_traced(bank):
+            with replayed_calls():  # which the compiler could not trace
+                return self._write_read(bank, entries, layout)
+        return self._write_read(bank, entries, layout)
+
+    def _write_read(self, bank: Tensor, entries: _Entries, layout: TokenLayout) -> Tensor:
         return sdm_write_read(
             bank,
             *entries,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from sdm_rt.ops.counters import record_dispatch
 from sdm_rt.ops.write_read_call import Gradients, WriteReadCall
 from sdm_rt.ops.write_read_launch import (
     BankLayout,
+    BoundCall,
     covers_every_row,
     finish_bank,
     new_arena,
@@ -24,7 +27,7 @@ from sdm_rt.plan.buffer import Arena
 from sdm_rt.plan.forward import kept_buffers
 from sdm_rt.runtime.interop import current_stream
 
-__all__ = ["aligned_gradient", "backward_on_gpu"]
+__all__ = ["aligned_gradient", "backward_on_gpu", "bind_backward", "gradient_bank_dtype", "new_gradients"]
 
 LOAD_BYTES = 16
 
@@ -40,6 +43,86 @@ def _gradient_bank(bank: Tensor, grad_final: Tensor | None, dtype: torch.dtype) 
     if grad_final is None:
         return torch.zeros(bank.shape, dtype=dtype, device=bank.device)
     return grad_final.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def gradient_bank_dtype(bank: Tensor, call: WriteReadCall) -> torch.dtype:
+    """Return the dtype of the bank's gradient while the backward runs."""
+    return torch.float32 if call.grad_bank_fp32 else bank.dtype
+
+
+def new_gradients(
+    bank: Tensor,
+    operands: dict[str, Tensor],
+    call: WriteReadCall,
+    streams: dict[str, Tensor],
+    gradient_bank: Tensor,
+) -> Gradients:
+    """Return room for the gradients of a call; zeros unless the kernels write every row."""
+    rows = call.shape.rows
+    covered = covers_every_row(call, streams) and call.longest > 0
+    W, R, gates = (operands[name].shape[1] for name in ("k_idx", "q_idx", "g"))
+    return Gradients(
+        memory=gradient_bank,
+        k_val=output_like(bank, rows, W, covered, bank.dtype),
+        v=output_like(bank, rows, bank.shape[1], covered, bank.dtype),
+        beta=output_like(bank, rows, 1, covered, torch.float32),
+        g=output_like(bank, rows, gates, covered, torch.float32),
+        q_val=output_like(bank, rows, R, covered, bank.dtype),
+    )
+
+
+def bind_backward(
+    bank: Tensor,
+    operands: dict[str, Tensor],
+    call: WriteReadCall,
+    streams: dict[str, Tensor],
+    layout: BankLayout,
+    saved: Tensor,
+    grad_readings: Tensor,
+    grads: Gradients,
+    new_scratch: Callable[[Arena, torch.device], Tensor] = new_arena,
+) -> BoundCall:
+    """Bind the plan of a backward to a call's tensors.
+
+    Parameters
+    ----------
+    bank : Tensor
+        The bank [rows, D] after the call, columns side by side; the kernels restore it.
+    operands, call, streams, layout, new_scratch
+        As of `sdm_rt.ops.write_read_launch.bind_forward`.
+    saved : Tensor
+        What the forward saved, starting at a multiple of 16 bytes.
+    grad_readings : Tensor
+        As `aligned_gradient` returns it.
+    grads : Gradients
+        Where the gradients go; ``grads.memory`` holds the gradient of the final bank.
+    """
+    planned = planned_shape(bank, operands, call, layout.alignment, training=True)
+    bound = bound_plan(plan_backward, planned, bank.get_device(), backward_constants)
+    plan = bound.plan
+    scratch = Arena.of(plan.buffers)
+    working = new_scratch(scratch, bank.device)
+    tensors = {
+        "memory": bank,
+        "gradient_bank": grads.memory,
+        "grad_readings": grad_readings,
+        **{f"grad_{name}": grad for name, grad in grads._asdict().items() if name != "memory"},
+        **operands,
+        **streams,
+    }
+    bound.set(
+        {
+            **pointers_of(plan, tensors),
+            **{
+                name: address
+                for name, address in Arena.of(kept_buffers(planned)).addresses(saved.data_ptr()).items()
+                if name in bound.names
+            },
+            **scratch.addresses(working.data_ptr()),
+            **stream_numbers(layout, call, streams),
+        }
+    )
+    return BoundCall(bound, tensors | {"saved": saved, "scratch": working})
 
 
 def backward_on_gpu(
@@ -74,51 +157,25 @@ def backward_on_gpu(
     """
     layout = BankLayout.of(bank)
     operands = operands_of(bank, flat)
-    rows, D = call.shape.rows, bank.shape[1]
-    wide = torch.float32 if call.grad_bank_fp32 else bank.dtype
-    gradient_bank = _gradient_bank(bank, grad_final, wide)
-    covered = covers_every_row(call, streams) and call.longest > 0
-    W, R, gates = (operands[name].shape[1] for name in ("k_idx", "q_idx", "g"))
-    grads = Gradients(
-        memory=gradient_bank,
-        k_val=output_like(bank, rows, W, covered, bank.dtype),
-        v=output_like(bank, rows, D, covered, bank.dtype),
-        beta=output_like(bank, rows, 1, covered, torch.float32),
-        g=output_like(bank, rows, gates, covered, torch.float32),
-        q_val=output_like(bank, rows, R, covered, bank.dtype),
-    )
-    if rows == 0 or call.longest == 0:
+    gradient_bank = _gradient_bank(bank, grad_final, gradient_bank_dtype(bank, call))
+    grads = new_gradients(bank, operands, call, streams, gradient_bank)
+    if call.shape.rows == 0 or call.longest == 0:
         return grads._replace(memory=gradient_bank.to(bank.dtype))
-    planned = planned_shape(bank, operands, call, layout.alignment, training=True)
-    bound = bound_plan(plan_backward, planned, bank.get_device(), backward_constants)
-    plan = bound.plan
     held = bank.detach().contiguous() if layout.copied else bank.detach()
     streams = {name: tensor.contiguous() for name, tensor in streams.items()}
-    readings = aligned_gradient(grad_readings, bank)
-    scratch = Arena.of(plan.buffers)
-    working = new_arena(scratch, bank.device)
     kept = saved if saved.data_ptr() % LOAD_BYTES == 0 else saved.clone()
-    tensors = {
-        "memory": held,
-        "gradient_bank": gradient_bank,
-        "grad_readings": readings,
-        **{f"grad_{name}": grad for name, grad in grads._asdict().items() if name != "memory"},
-        **operands,
-        **streams,
-    }
-    bound.set(
+    bound = bind_backward(
+        held, operands, call, streams, layout, kept, aligned_gradient(grad_readings, bank), grads
+    )
+    bound.plan.run(current_stream(bank.get_device()))
+    finish_bank(bank, held, layout)
+    record_dispatch(
         {
-            **pointers_of(plan, tensors),
-            **{
-                name: address
-                for name, address in Arena.of(kept_buffers(planned)).addresses(kept.data_ptr()).items()
-                if name in bound.names
-            },
-            **scratch.addresses(working.data_ptr()),
-            **stream_numbers(layout, call, streams),
+            "op": "sdm_write_read_backward",
+            "path": "gpu",
+            "schedule": "stepwise",
+            "graph": False,
+            "plan": bound.plan.plan,
         }
     )
-    bound.run(current_stream(bank.get_device()))
-    finish_bank(bank, held, layout)
-    record_dispatch({"op": "sdm_write_read_backward", "path": "gpu", "schedule": "stepwise", "plan": plan})
     return grads._replace(memory=gradient_bank.to(bank.dtype))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import gcd
 
@@ -13,6 +14,7 @@ from sdm_rt.ops.bound_plans import bound_plan
 from sdm_rt.ops.counters import device_repeats, record_dispatch
 from sdm_rt.ops.decode_launch import BANK_NAMES
 from sdm_rt.ops.write_read_call import WriteReadCall
+from sdm_rt.plan.bound import BoundPlan
 from sdm_rt.plan.buffer import Arena, Buffer
 from sdm_rt.plan.forward import forward_constants, kept_buffers, plan_forward
 from sdm_rt.plan.shapes import MAX_SLOTS, WriteReadShape
@@ -21,7 +23,9 @@ from sdm_rt.runtime.interop import current_stream
 
 __all__ = [
     "BankLayout",
+    "BoundCall",
     "allocate",
+    "bind_forward",
     "covers_every_row",
     "finish_bank",
     "forward_on_gpu",
@@ -217,27 +221,59 @@ def saved_bytes(memory: Tensor, flat: dict[str, Tensor], call: WriteReadCall) ->
     return Arena.of(kept_buffers(planned_shape(memory, flat, call, 1, training=True))).bytes
 
 
-def _advance(
-    memory: Tensor, flat: dict[str, Tensor], call: WriteReadCall, streams: dict[str, Tensor], training: bool
-) -> tuple[Tensor, Tensor]:
-    layout = BankLayout.of(memory)
-    operands = operands_of(memory, flat)
-    rows, device = call.shape.rows, memory.device
+@dataclass(frozen=True)
+class BoundCall:
+    """A bound plan with the arguments of one call.
+
+    Parameters
+    ----------
+    plan : BoundPlan
+        Ready to run or to capture.
+    tensors : dict of Tensor
+        What its arguments address, by name; ``saved`` and ``scratch`` are blocks of its buffers.
+    """
+
+    plan: BoundPlan
+    tensors: dict[str, Tensor]
+
+
+def bind_forward(
+    bank: Tensor,
+    operands: dict[str, Tensor],
+    call: WriteReadCall,
+    streams: dict[str, Tensor],
+    layout: BankLayout,
+    training: bool,
+    new_scratch: Callable[[Arena, torch.device], Tensor] = new_arena,
+) -> BoundCall:
+    """Bind the plan of a forward to a call's tensors; ``readings`` and ``saved`` are made here.
+
+    Parameters
+    ----------
+    bank : Tensor
+        The bank [rows, D] that the kernels advance: columns side by side.
+    operands, streams : dict of Tensor
+        Token tensors as `operands_of` returns them; contiguous ``lengths`` or ``cu_seqlens``, where given.
+    call : WriteReadCall
+        The call beside its tensors; it has tokens.
+    layout : BankLayout
+        Of the caller's bank.
+    training : bool
+        Whether it saves what a backward needs.
+    new_scratch : callable
+        Where working memory comes from.
+    """
+    device = bank.device
     covered = covers_every_row(call, streams)
-    readings = output_like(memory, rows, memory.shape[1], covered, memory.dtype)
-    if rows == 0 or call.longest == 0:
-        return readings, torch.empty(0, dtype=torch.uint8, device=device)
-    planned = planned_shape(memory, operands, call, layout.alignment, training)
-    bound = bound_plan(plan_forward, planned, memory.get_device(), forward_constants)
+    planned = planned_shape(bank, operands, call, layout.alignment, training)
+    bound = bound_plan(plan_forward, planned, bank.get_device(), forward_constants)
     plan = bound.plan
-    bank = memory.detach().contiguous() if layout.copied else memory.detach()
-    streams = {name: tensor.contiguous() for name, tensor in streams.items()}
     kept = Arena.of(buffer for buffer in plan.buffers if buffer.kept)
     scratch = Arena.of(buffer for buffer in plan.buffers if not buffer.kept)
-    saved, working = new_arena(kept, device), new_arena(scratch, device)
+    saved, working = new_arena(kept, device), new_scratch(scratch, device)
     tensors = {
         "memory": bank,
-        "readings": readings,
+        "readings": output_like(bank, call.shape.rows, bank.shape[1], covered, bank.dtype),
         "repeats": device_repeats(device),
         **operands,
         **streams,
@@ -250,10 +286,31 @@ def _advance(
             **stream_numbers(layout, call, streams),
         }
     )
-    bound.run(current_stream(memory.get_device()))
+    return BoundCall(bound, tensors | {"saved": saved, "scratch": working})
+
+
+def _advance(
+    memory: Tensor, flat: dict[str, Tensor], call: WriteReadCall, streams: dict[str, Tensor], training: bool
+) -> tuple[Tensor, Tensor]:
+    if call.shape.rows == 0 or call.longest == 0:
+        readings = output_like(memory, call.shape.rows, memory.shape[1], False, memory.dtype)
+        return readings, torch.empty(0, dtype=torch.uint8, device=memory.device)
+    layout = BankLayout.of(memory)
+    bank = memory.detach().contiguous() if layout.copied else memory.detach()
+    streams = {name: tensor.contiguous() for name, tensor in streams.items()}
+    bound = bind_forward(bank, operands_of(memory, flat), call, streams, layout, training)
+    bound.plan.run(current_stream(memory.get_device()))
     finish_bank(memory, bank, layout)
-    record_dispatch({"op": "sdm_write_read", "path": "gpu", "schedule": "stepwise", "plan": plan})
-    return readings, saved
+    record_dispatch(
+        {
+            "op": "sdm_write_read",
+            "path": "gpu",
+            "schedule": "stepwise",
+            "graph": False,
+            "plan": bound.plan.plan,
+        }
+    )
+    return bound.tensors["readings"], bound.tensors["saved"]
 
 
 def finish_bank(memory: Tensor, bank: Tensor, layout: BankLayout) -> None:

@@ -12,6 +12,7 @@ from sdm_rt.cpu.snapshot import RowSnapshot
 from sdm_rt.ops.counters import count_repeats, record_dispatch
 from sdm_rt.ops.write_read_backward_launch import backward_on_gpu
 from sdm_rt.ops.write_read_call import Gradients, WriteReadCall, check_values, stream_spans
+from sdm_rt.ops.write_read_graphs import replay_backward, replay_forward
 from sdm_rt.ops.write_read_launch import forward_on_gpu, saved_bytes, training_forward_on_gpu
 
 __all__ = ["Path", "path_of"]
@@ -128,7 +129,8 @@ class _Kernels:
     def training_forward(
         self, bank: Tensor, flat: dict[str, Tensor], call: WriteReadCall, streams: dict[str, Tensor]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        readings, saved = training_forward_on_gpu(bank, flat, call, streams)
+        replayed = replay_forward(bank, flat, call, streams)
+        readings, saved = replayed or training_forward_on_gpu(bank, flat, call, streams)
         return readings, (saved,)
 
     def empty_saved(self, bank: Tensor, flat: dict[str, Tensor], call: WriteReadCall) -> tuple[Tensor, ...]:
@@ -145,7 +147,8 @@ class _Kernels:
         grad_final: Tensor | None,
     ) -> Gradients:
         (kept,) = saved
-        return backward_on_gpu(bank, flat, call, streams, kept, grad_readings, grad_final)
+        replayed = replay_backward(bank, kept, grad_readings, grad_final)
+        return replayed or backward_on_gpu(bank, flat, call, streams, kept, grad_readings, grad_final)
 
 
 _RECURRENCE = _Recurrence()

@@ -274,27 +274,53 @@ def test_compiled_layer_has_the_bits_of_the_eager_one(name: str, form: str) -> N
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++ here")
-def test_inductor_compiles_the_layer(request: pytest.FixtureRequest) -> None:
+def test_inductor_compiles_layer_decode_and_in_place_calls(request: pytest.FixtureRequest) -> None:
     if "slow" not in request.config.getoption("markexpr"):
-        pytest.skip("compiles for up to half a minute; run with -m slow")
+        pytest.skip("compiles for up to a minute; run with -m slow")
     layer = make_layer(torch.float32)
+    compiled = torch.compile(layer, fullgraph=True)
     x = torch.randn(2, 7, 12)
     want = run_layer(layer, layer, x)
-    for name, got in run_layer(torch.compile(layer, fullgraph=True), layer, x).items():
+    for name, got in run_layer(compiled, layer, x).items():
         assert_close(name, got, want[name], torch.float32)
+    want = decode(layer, layer, x)
+    for name, got in decode(compiled, layer, x).items():
+        assert_close(name, got, want[name], torch.float32)
+    problem = PROBLEMS["repeats"].cast(torch.float32)
+    compiled = torch.compile(sdm_write_read, fullgraph=True)
+    assert_same(run(compiled, problem, False), run(sdm_write_read, problem, False))
+
+
+def decode(call: Callable[..., Any], layer: SparseDeltaMemory, x: Tensor) -> dict[str, Tensor]:
+    """Outputs and bank of a prefill of 4 tokens and three single ones."""
+    state = layer.create_kv_cache(2, 7, torch.float32)
+    with torch.no_grad():
+        pieces = [call(piece, cache=state)[0] for piece in x.split([4, 1, 1, 1], dim=1)]
+    assert state.cache_len == 7
+    return {"output": torch.cat(pieces, 1), "bank": state.memory}
 
 
 def test_compiled_decode_has_the_bits_of_the_eager_one() -> None:
     layer = make_layer(torch.float32)
     x = torch.randn(2, 7, 12)
-    found = []
-    for call in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
-        state = layer.create_kv_cache(2, 7, torch.float32)
-        with torch.no_grad():
-            pieces = [call(piece, cache=state)[0] for piece in x.split([4, 1, 1, 1], dim=1)]
-        found.append({"output": torch.cat(pieces, 1), "bank": state.memory})
-        assert state.cache_len == 7
-    assert_same(found[1], found[0])
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert_same(decode(compiled, layer, x), decode(layer, layer, x))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_layer_has_the_bits_of_the_eager_one(strict: bool) -> None:
+    class Outputs(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = make_layer(torch.float32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x)[0]
+
+    model, x = Outputs(), torch.randn(2, 7, 12)
+    with torch.no_grad():
+        exported = torch.export.export(model, (torch.randn(2, 7, 12),), strict=strict)
+        assert_same_bits("output", exported.module()(x), model(x))
 
 
 # Shapes without values, on a machine without a GPU.

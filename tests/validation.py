@@ -14,11 +14,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import hashlib
-import importlib.metadata
 import json
-import platform
-import re
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
@@ -26,11 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sdm_rt.bench.record import fingerprint, gpu_slug, versions
+
 ROOT = Path(__file__).resolve().parent.parent
-SOURCE_FOLDERS = ("kernels_cu", "sdm_rt")
 SHIPPED = Path("sdm_rt", "runtime", "validated.json")
-SOURCE_SUFFIXES = (".py", ".cu", ".cuh")
-PACKAGES = ("sdm_rt", "torch", "numpy", "cupy-cuda12x", "cupy-cuda13x", "cuda-bindings", "pytest")
 REQUIRED_KEYS = ("gpu", "compute_capability", "date", "fingerprint", "versions", "tests", "figures")
 
 
@@ -54,22 +49,6 @@ class Counts:
             self.skipped + other.skipped,
             self.gpu_passed + other.gpu_passed,
         )
-
-
-def fingerprint(root: Path = ROOT) -> str:
-    """SHA-256 over the relative paths and contents of the sources, in the order of the paths."""
-    digest = hashlib.sha256()
-    files = [
-        path
-        for folder in SOURCE_FOLDERS
-        for path in (root / folder).rglob("*")
-        if path.suffix in SOURCE_SUFFIXES and path.is_file()
-    ]
-    for path in sorted(files, key=lambda path: path.relative_to(root).as_posix()):
-        content = path.read_bytes()
-        digest.update(f"{path.relative_to(root).as_posix()}\0{len(content)}\0".encode())
-        digest.update(content)
-    return digest.hexdigest()
 
 
 def read_junit(report: Path, expected_fingerprint: str) -> Counts:
@@ -113,8 +92,7 @@ def record(
 
 def record_name(gpu: str) -> str:
     """File name of a GPU's record: ``NVIDIA H200`` gives ``h200.json``."""
-    words = [word for word in re.split(r"[^a-z0-9]+", gpu.lower()) if word not in ("", "nvidia", "geforce")]
-    return "_".join(words) + ".json"
+    return f"{gpu_slug(gpu)}.json"
 
 
 def validated(root: Path = ROOT) -> list[dict[str, list[int]]]:
@@ -156,22 +134,6 @@ def check(root: Path = ROOT) -> tuple[list[str], bool]:
     return lines or ["docs/validation: no record yet"], readable
 
 
-def _installed_versions() -> dict[str, str]:
-    import cupy
-    import torch
-
-    versions = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    versions["torch_cuda"] = str(torch.version.cuda)
-    versions["nvrtc"] = ".".join(str(part) for part in cupy.cuda.nvrtc.getVersion())
-    versions["driver_cuda"] = str(cupy.cuda.runtime.driverGetVersion())
-    return versions
-
-
 def _write(arguments: argparse.Namespace) -> None:
     import torch
 
@@ -185,7 +147,7 @@ def _write(arguments: argparse.Namespace) -> None:
         counts,
         properties.name,
         f"{properties.major}.{properties.minor}",
-        _installed_versions(),
+        versions(),
         figures,
         sources,
     )

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sdm_rt.bench.process import wait_seconds
 from sdm_rt.ops.decode import sdm_decode_step
 from sdm_rt.ops.decode_launch import device_model
 from sdm_rt.plan.decode import plan_decode
@@ -30,19 +28,10 @@ STEPS = 64  # decode steps of a graph
 REPEATS = 30
 CALLS = 12_000  # in all; the launches of one repeat fit the driver's queue of 1,024
 
-# A process of its own: the first call of decode from the end of the imports to the end of the GPU's work.
-START = """
-import time
-import torch, cupy
-import sdm_rt
-from sdm_rt.bench.decode import Problem
-problem = Problem(streams=16, slots=256, columns=1024, lanes=64, steps=1, dtype=torch.bfloat16)
-torch.cuda.synchronize()
-start = time.perf_counter()
-problem.step(0)
-torch.cuda.synchronize()
-print(time.perf_counter() - start)
-"""
+PREPARE = (
+    "from sdm_rt.bench.decode import Problem; "
+    "problem = Problem(streams=16, slots=256, columns=1024, lanes=64, steps=1, dtype=torch.bfloat16)"
+)
 
 
 @dataclass(frozen=True)
@@ -174,21 +163,9 @@ def launch_us() -> float:
 
 def start_seconds() -> dict[str, float]:
     """Return the seconds of a first call in a new process, with an empty and with a filled cache."""
-    with tempfile.TemporaryDirectory() as folder:
-        environment = {
-            **os.environ,
-            "SDM_RT_CACHE_DIR": folder,
-            "CUPY_CACHE_DIR": folder,
-            "SDM_RT_PROGRESS": "0",
-        }
-
-        def run_once() -> float:
-            done = subprocess.run(
-                [sys.executable, "-c", START], env=environment, check=True, capture_output=True, text=True
-            )
-            return round(float(done.stdout.split()[-1]), 3)
-
-        return {"cold_start_s": run_once(), "warm_start_s": run_once()}
+    with tempfile.TemporaryDirectory() as cache:
+        cold, warm = (wait_seconds(PREPARE, "problem.step(0)", cache) for _ in range(2))
+    return {"cold_start_s": cold, "warm_start_s": warm}
 
 
 def bench_decode(shape: DecodeBench, starts: bool) -> dict[str, Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,34 +14,78 @@ import torch
 from sdm_rt.bench.cases import CASES
 from sdm_rt.bench.decode import DecodeBench, bench_decode
 from sdm_rt.bench.forward import bench_forward
+from sdm_rt.bench.layer import LayerBench, bench_layer
+from sdm_rt.bench.record import heading
+from sdm_rt.bench.scaling import CURVES, bench_scaling
+from sdm_rt.bench.start import bench_start
 from sdm_rt.bench.training import bench_training
+from sdm_rt.ops.decode_launch import device_model
 from sdm_rt.plan.persistent import SCHEDULES
 from sdm_rt.runtime import device
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["PHASES", "add_arguments", "run"]
+
+
+def _decode(arguments: argparse.Namespace) -> dict[str, Any]:
+    return bench_decode(DecodeBench(), starts=not arguments.no_start)
+
+
+def _forward(arguments: argparse.Namespace) -> dict[str, Any]:
+    return bench_forward(arguments.case or tuple(CASES), arguments.kernels, arguments.schedule)
+
+
+def _layer(arguments: argparse.Namespace) -> dict[str, Any]:
+    return bench_layer(LayerBench(), device_model(torch.cuda.current_device()))
+
+
+def _scaling(arguments: argparse.Namespace) -> dict[str, Any]:
+    return bench_scaling(CURVES, device_model(torch.cuda.current_device()))
+
+
+def _start(arguments: argparse.Namespace) -> dict[str, Any]:
+    return bench_start()
+
+
+def _training(arguments: argparse.Namespace) -> dict[str, Any]:
+    return bench_training(arguments.case or tuple(CASES), arguments.kernels, arguments.schedule)
+
+
+PHASES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+    "decode": _decode,
+    "forward": _forward,
+    "layer": _layer,
+    "scaling": _scaling,
+    "start": _start,
+    "training": _training,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options to ``parser``."""
-    parser.add_argument("--phase", choices=("decode", "forward", "training"), required=True)
-    parser.add_argument("--case", choices=tuple(CASES), nargs="+", help="which (default: all)")
-    parser.add_argument("--schedule", choices=SCHEDULES, help="of the forward (default: the plan's choice)")
-    parser.add_argument("--kernels", action="store_true", help="time each kernel too")
-    parser.add_argument("--no-start", action="store_true", help="leave out decode's cold and warm start")
+    parser.add_argument("--phase", choices=tuple(PHASES), required=True, help="what to measure")
+    parser.add_argument(
+        "--case", choices=tuple(CASES), nargs="+", help="of forward and training (default: all)"
+    )
+    parser.add_argument(
+        "--schedule", choices=SCHEDULES, help="of forward and training (default: the plan's choice)"
+    )
+    parser.add_argument("--kernels", action="store_true", help="of forward and training: each kernel too")
+    parser.add_argument("--no-start", action="store_true", help="of decode: no cold and warm start")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print a table and return the exit status."""
+    if not torch.cuda.is_available():
+        print("sdm-rt bench: PyTorch finds no CUDA GPU; `sdm-rt doctor` says more", file=sys.stderr)
+        return 1
     gpu = device.gpu(torch.cuda.current_device())
     print(f"{gpu.name}, torch {torch.__version__}")
-    figures: dict[str, Any] = {"gpu": gpu.name, "torch": torch.__version__}
-    if arguments.phase == "decode":
-        figures |= bench_decode(DecodeBench(), starts=not arguments.no_start)
-    elif arguments.phase == "training":
-        figures |= bench_training(arguments.case or tuple(CASES), arguments.kernels, arguments.schedule)
-    else:
-        figures |= bench_forward(arguments.case or tuple(CASES), arguments.kernels, arguments.schedule)
+    record = heading(arguments.phase, gpu.name)
+    if arguments.schedule is not None:
+        record["schedule"] = arguments.schedule
+    record |= PHASES[arguments.phase](arguments)
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return 0

@@ -72,7 +72,9 @@ class _Graph:
     def replay(self, op: str, stream: int) -> None:
         """Launch on a stream and tell `last_dispatch`."""
         self.launches.replay(stream)
-        record_dispatch({"op": op, "path": "gpu", "schedule": "stepwise", "graph": True, "plan": self.plan})
+        record_dispatch(
+            {"op": op, "path": "gpu", "schedule": self.plan.schedule, "graph": True, "plan": self.plan}
+        )
 
 
 class _CapturedCall:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import gcd
 
 import torch
@@ -17,6 +18,7 @@ from sdm_rt.ops.write_read_call import WriteReadCall
 from sdm_rt.plan.bound import BoundPlan
 from sdm_rt.plan.buffer import Arena, Buffer
 from sdm_rt.plan.forward import forward_constants, kept_buffers, plan_forward
+from sdm_rt.plan.persistent import SCHEDULES
 from sdm_rt.plan.shapes import MAX_SLOTS, WriteReadShape
 from sdm_rt.plan.step_plan import StepPlan
 from sdm_rt.runtime.interop import current_stream
@@ -40,6 +42,7 @@ __all__ = [
 ]
 
 WORD_BYTES = 16
+_PLANNERS = {schedule: partial(plan_forward, schedule=schedule) for schedule in (None, *SCHEDULES)}
 BUFFER_DTYPES = {
     "uint8": torch.uint8,
     "int32": torch.int32,
@@ -266,7 +269,7 @@ def bind_forward(
     device = bank.device
     covered = covers_every_row(call, streams)
     planned = planned_shape(bank, operands, call, layout.alignment, training)
-    bound = bound_plan(plan_forward, planned, bank.get_device(), forward_constants)
+    bound = bound_plan(_PLANNERS[call.schedule], planned, bank.get_device(), forward_constants)
     plan = bound.plan
     kept = Arena.of(buffer for buffer in plan.buffers if buffer.kept)
     scratch = Arena.of(buffer for buffer in plan.buffers if not buffer.kept)
@@ -305,7 +308,7 @@ def _advance(
         {
             "op": "sdm_write_read",
             "path": "gpu",
-            "schedule": "stepwise",
+            "schedule": bound.plan.plan.schedule,
             "graph": False,
             "plan": bound.plan.plan,
         }

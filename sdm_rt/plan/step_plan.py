@@ -107,6 +107,11 @@ class StepPlan:
         """The pointer arguments of all kernels, by name."""
         return frozenset(a.name for launch in self.kernels() for a in launch.arguments if a.kind == "pointer")
 
+    @property
+    def schedule(self) -> str:
+        """``"persistent"`` where the prologue of a slab does all its steps, else ``"stepwise"``."""
+        return "persistent" if self.steps and not self.step else "stepwise"
+
     def step_indices(self) -> range:
         """Return the steps in the order they are issued."""
         return range(self.steps) if self.order == "ascending" else range(self.steps - 1, -1, -1)

@@ -66,7 +66,7 @@ def _total_row(plan: StepPlan, label: str, calls: tuple[Launch | LibraryCall, ..
 
 
 def _sections(plan: StepPlan) -> list[tuple[str, tuple[Launch | LibraryCall, ...]]]:
-    where = "before" if plan.step else "for"  # without launches of their own, the steps are in the prologue
+    where = "for" if plan.schedule == "persistent" else "before"
     before = f"{where} each slab of {plan.slab_steps} steps" if plan.slabs > 1 else f"{where} the loop"
     sections = [(before, plan.prologue)]
     if plan.steps:

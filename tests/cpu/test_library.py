@@ -209,7 +209,10 @@ def test_one_gradient_of_two(gradient_of: str) -> None:
 
 def test_operators_are_differentiable_once() -> None:
     arguments = flat_arguments(PROBLEMS["plain"], requires_grad=True)
-    readings, _, _ = OPERATORS.write_read(*arguments)
+    readings, final, saved = OPERATORS.write_read(*arguments)
+    assert readings.requires_grad
+    assert final.requires_grad
+    assert not any(tensor.requires_grad for tensor in saved)
     (grad,) = torch.autograd.grad(readings.square().sum(), arguments[0], create_graph=True)
     with pytest.raises(RuntimeError, match="not differentiable"):
         grad.sum().backward()

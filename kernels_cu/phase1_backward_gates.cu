@@ -29,8 +29,21 @@
 #include "chunk.cuh"
 #include "phase1_backward.cuh"
 
-#define THREADS 512
+#define THREADS 256
 #define WARPS (THREADS / 32)
+#define BATCH 4  // entries or slots of a thread under way at once
+
+// A written slot and its last K and Q entries.
+struct Ending {
+    SlotRecord slot;
+    int2 reads;
+    float d_total;
+    int code;
+    LogDecay log;
+    float log_sum;
+    int read_token;
+    float read_log_sum;
+};
 
 template <class T>
 static __device__ __forceinline__ void clear(T* x, int count) {
@@ -80,23 +93,42 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     BANK* const k_out = stage_outputs ? staged_values : grad_k_val;
     clear(k_out, (stage_outputs ? C : chunk.rows) * W);
     __syncthreads();
-    for (int k = threadIdx.x; k < writes; k += THREADS) {
-        const WriteTerm term = write_terms[k];
-        const EntryRecord entry = write_entries[k];
-        const int in_chunk = term.token() * W + entry_lane(term.code);
-        float to, after;  // exp(L), exp(rex)
-        if (given_log_k != nullptr) {
-            to = exp_decay(given_log_k[k_base + in_chunk]);
-            after = exp_decay(given_rex[k_base + in_chunk]);
-        } else {
-            const SlotRecord slot = slots[term.slot];
-            to = exp_of(entry.log());
-            after = exp_of(write_entries[slot.first + slot.count - 1].log() - entry.log());
+    // What is not given is loaded from elsewhere and not used: no branch parts the loads of a batch.
+    const bool given = given_log_k != nullptr;
+    const float* const log_k = given ? given_log_k : d_k_eff;
+    const float* const log_q = given ? given_log_q : d_q_w;
+    const float* const rex = given ? given_rex : d_k_pd;
+
+    // Batches of loads before their stores, here and below: the compiler may not move one across the other.
+    for (int base = threadIdx.x; base < writes; base += BATCH * THREADS) {
+        WriteTerm term[BATCH];
+        EntryRecord entry[BATCH], last[BATCH];  // of the slot
+        float start[BATCH], end[BATCH], value_sum[BATCH], log_sum[BATCH], to[BATCH], after[BATCH];
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+            const int k = base + b * THREADS < writes ? base + b * THREADS : base;
+            term[b] = write_terms[k], entry[b] = write_entries[k];
+            value_sum[b] = value_sums[k], log_sum[b] = log_sums[k];
         }
-        const float start = d_k_eff[k_base + in_chunk] * to, end = d_k_pd[k_base + in_chunk] * after;
-        k_out[in_chunk] = from_float<BANK>(value_sums[k] + start + end);
-        log_sums[k] += entry.weight * start;
-        value_sums[k] = entry.weight * end;
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+            const long long at = k_base + term[b].token() * W + entry_lane(term[b].code);
+            start[b] = d_k_eff[at], end[b] = d_k_pd[at];
+            to[b] = log_k[at], after[b] = rex[at];
+            const SlotRecord slot = slots[term[b].slot];
+            last[b] = write_entries[slot.first + slot.count - 1];
+        }
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+            const int k = base + b * THREADS;
+            if (k >= writes) break;
+            const LogDecay log = entry[b].log();
+            start[b] *= given ? exp_decay(to[b]) : exp_of(log);
+            end[b] *= given ? exp_decay(after[b]) : exp_of(last[b].log() - log);
+            k_out[term[b].token() * W + entry_lane(term[b].code)] = from_float<BANK>(value_sum[b] + start[b] + end[b]);
+            log_sums[k] = log_sum[b] + entry[b].weight * start[b];
+            value_sums[k] = entry[b].weight * end[b];
+        }
     }
     if (stage_outputs) {
         __syncthreads();
@@ -107,14 +139,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     BANK* const q_out = stage_outputs ? staged_values : grad_q_val;
     clear(q_out, (stage_outputs ? C : chunk.rows) * R);
     __syncthreads();
-    for (int q = threadIdx.x; q < reads; q += THREADS) {
-        const ReadTerm term = read_terms[q];
-        const EntryRecord entry = read_entries[q];
-        const int in_chunk = term.token() * R + entry_lane(term.code);
-        const float to = given_log_q != nullptr ? exp_decay(given_log_q[q_base + in_chunk]) : exp_of(entry.log());
-        const float start = d_q_w[q_base + in_chunk] * to;
-        q_out[in_chunk] = from_float<BANK>(read_value_sums[q] + start);
-        read_log_sums[q] += entry.weight * start;
+    for (int base = threadIdx.x; base < reads; base += BATCH * THREADS) {
+        ReadTerm term[BATCH];
+        EntryRecord entry[BATCH];
+        float start[BATCH], value_sum[BATCH], log_sum[BATCH], to[BATCH];
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+            const int q = base + b * THREADS < reads ? base + b * THREADS : base;
+            term[b] = read_terms[q], entry[b] = read_entries[q];
+            value_sum[b] = read_value_sums[q], log_sum[b] = read_log_sums[q];
+        }
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+            const long long at = q_base + term[b].token() * R + entry_lane(term[b].code);
+            start[b] = d_q_w[at], to[b] = log_q[at];
+        }
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+            const int q = base + b * THREADS;
+            if (q >= reads) break;
+            start[b] *= given ? exp_decay(to[b]) : exp_of(entry[b].log());
+            q_out[term[b].token() * R + entry_lane(term[b].code)] = from_float<BANK>(value_sum[b] + start[b]);
+            read_log_sums[q] = log_sum[b] + entry[b].weight * start[b];
+        }
     }
     if (stage_outputs) {
         __syncthreads();
@@ -129,38 +176,63 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         x_out = gate_gradients + k_base;
     clear(x_out, (stage_outputs || summed ? C : chunk.rows) * W);
     __syncthreads();
-    for (int s = threadIdx.x; s < written; s += THREADS) {
-        const SlotRecord slot = slots[s];
-        const int2 span = slot_reads[s];
-        const float d_total = d_tot != nullptr ? d_tot[slot_base + s] : 0.0f;
-        if (slot.count > 1) {
-            CompensatedSum before = empty_sum();
-            for (int k = slot.first; k < slot.first + slot.count; ++k) {
-                const float dr = value_sums[k];
-                value_sums[k] = before.total();
-                before.add(dr);
-            }
+    for (int base = threadIdx.x; base < written; base += BATCH * THREADS) {
+        Ending ending[BATCH];
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+            const int s = base + b * THREADS < written ? base + b * THREADS : base;
+            ending[b].slot = slots[s];
+            ending[b].reads = slot_reads[s];
+            ending[b].d_total = d_tot != nullptr ? d_tot[slot_base + s] : 0.0f;
         }
-        CompensatedSum from_here = empty_sum();
-        int q = span.x + span.y;
-        int code = write_terms[slot.first + slot.count - 1].code;
-        LogDecay log = write_entries[slot.first + slot.count - 1].log();
-        for (int k = slot.first + slot.count - 1; k >= slot.first; --k) {
-            const bool first = k == slot.first;
-            const int code_before = first ? 0 : write_terms[k - 1].code;
-            const LogDecay log_before = first ? no_decay() : write_entries[k - 1].log();
-            const int token = entry_token(code);
-            from_here.add(log_sums[k]);
-            if (first || entry_token(code_before) != token) {
-                for (; q > span.x && read_terms[q - 1].token() >= token; --q) from_here.add(read_log_sums[q - 1]);
-                CompensatedSum gradient = from_here;
-                if (slot.count > 1) gradient.add(value_sums[k]);
-                gradient.add(d_total);
-                const bool erases = log.erasures != log_before.erasures;
-                x_out[token * W + entry_lane(code)] = erases ? 0.0f : gradient.total();
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+            const int k = ending[b].slot.first + ending[b].slot.count - 1;
+            ending[b].code = write_terms[k].code;
+            ending[b].log = write_entries[k].log();
+            ending[b].log_sum = log_sums[k];
+            const int q = ending[b].reads.x + ending[b].reads.y - 1;
+            if (ending[b].reads.y > 0)
+                ending[b].read_token = read_terms[q].token(), ending[b].read_log_sum = read_log_sums[q];
+        }
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+            if (base + b * THREADS >= written) break;
+            const SlotRecord slot = ending[b].slot;
+            const int last = slot.first + slot.count - 1, first_read = ending[b].reads.x;
+            const int last_read = first_read + ending[b].reads.y - 1;
+            if (slot.count > 1) {
+                CompensatedSum before = empty_sum();
+                for (int k = slot.first; k <= last; ++k) {
+                    const float dr = value_sums[k];
+                    value_sums[k] = before.total();
+                    before.add(dr);
+                }
             }
-            code = code_before;
-            log = log_before;
+            CompensatedSum from_here = empty_sum();
+            int q = last_read, code = ending[b].code;
+            LogDecay log = ending[b].log;
+            for (int k = last; k >= slot.first; --k) {
+                const bool first = k == slot.first;
+                const int code_before = first ? 0 : write_terms[k - 1].code;
+                const LogDecay log_before = first ? no_decay() : write_entries[k - 1].log();
+                const int token = entry_token(code);
+                from_here.add(k == last ? ending[b].log_sum : log_sums[k]);
+                if (first || entry_token(code_before) != token) {
+                    for (; q >= first_read; --q) {
+                        const bool held = q == last_read;
+                        if ((held ? ending[b].read_token : read_terms[q].token()) < token) break;
+                        from_here.add(held ? ending[b].read_log_sum : read_log_sums[q]);
+                    }
+                    CompensatedSum gradient = from_here;
+                    if (slot.count > 1) gradient.add(value_sums[k]);
+                    gradient.add(ending[b].d_total);
+                    const bool erases = log.erasures != log_before.erasures;
+                    x_out[token * W + entry_lane(code)] = erases ? 0.0f : gradient.total();
+                }
+                code = code_before;
+                log = log_before;
+            }
         }
     }
 

@@ -31,31 +31,30 @@
 #define WARPS (THREADS / 32)
 #define ALL 0xffffffffu
 
-// The running sum of one slot: its log-decay, its K and Q entries so far. `head` tells that the slot began inside.
+// The running sum of one slot: its log-decay; in fields of one word its K and Q entries so far (up to 65,536 of each),
+// erasures and NaNs (up to 256) and whether the slot began inside. Fields of a slot add without a carry between them.
 struct Run {
     long long fixed;
-    int erasures, nans;
-    int writes, reads;
-    int head;
+    unsigned long long fields;
 
+    static constexpr int READS = 18, ERASURES = 36, NANS = 46, HEAD = 56;
+
+    __device__ __forceinline__ int writes() const {
+        return static_cast<int>(fields & 0x3ffff);
+    }
+    __device__ __forceinline__ int reads() const {
+        return static_cast<int>(fields >> READS & 0x3ffff);
+    }
     __device__ __forceinline__ LogDecay log() const {
-        return LogDecay{fixed, erasures, nans};
+        return LogDecay{fixed, static_cast<int>(fields >> ERASURES & 0x3ff), static_cast<int>(fields >> NANS & 0x3ff)};
     }
 };
 static __device__ __forceinline__ Run operator+(Run a, Run b) {
-    if (b.head) return b;
-    return Run{a.fixed + b.fixed,   a.erasures + b.erasures, a.nans + b.nans,
-               a.writes + b.writes, a.reads + b.reads,       a.head};
+    if (b.fields >> Run::HEAD) return b;
+    return Run{a.fixed + b.fixed, a.fields + b.fields};
 }
-// Counts and flag travel in three words: at most 256 erasures, 256 NaNs, 65,536 writes and as many reads.
 static __device__ __forceinline__ Run shuffle_up(Run x, int distance) {
-    const int marks = __shfl_up_sync(ALL, x.erasures | x.nans << 10 | x.head << 20, distance);
-    return Run{__shfl_up_sync(ALL, x.fixed, distance),
-               marks & 0x3ff,
-               marks >> 10 & 0x3ff,
-               __shfl_up_sync(ALL, x.writes, distance),
-               __shfl_up_sync(ALL, x.reads, distance),
-               marks >> 20};
+    return Run{__shfl_up_sync(ALL, x.fixed, distance), __shfl_up_sync(ALL, x.fields, distance)};
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -90,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int i = threadIdx.x; i < C; i += THREADS)
         strength[n * C + i] = i < chunk.tokens ? ptx::load_readonly(beta + chunk.first_row + i) : 0.0f;
 
-    Run carry{0, 0, 0, 0, 0, 0};  // of the tiles before, the same in every thread
+    Run carry{0, 0};  // of the tiles before, the same in every thread
     int writes_before = 0, slots_before = 0, read_slots_before = 0;
     int code = threadIdx.x < entries ? ptx::load_readonly(payload + threadIdx.x) : 0;
     for (int tile = 0; tile < entries; tile += THREADS) {
@@ -103,10 +102,16 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         float value = 0.0f;
         if (valid) value = to_float(query ? q_val[row * R + lane] : k_val[row * W + lane]);
 
-        Run run{0, 0, 0, write ? 1 : 0, valid && query ? 1 : 0, valid && (code & IS_HEAD) ? 1 : 0};
-        if (valid && (code & IS_OWNER)) {
-            const LogDecay x = gate_decay(ptx::load_readonly(gates == 1 ? g + row : g + row * W + lane));
-            run.fixed = x.fixed, run.erasures = x.erasures, run.nans = x.nans;
+        Run run{0, 0};
+        if (valid) {
+            run.fields = 1ull << (query ? Run::READS : 0);
+            if (code & IS_HEAD) run.fields |= 1ull << Run::HEAD;
+            if (code & IS_OWNER) {
+                const LogDecay x = gate_decay(ptx::load_readonly(gates == 1 ? g + row : g + row * W + lane));
+                run.fixed = x.fixed;
+                run.fields += static_cast<unsigned long long>(x.erasures) << Run::ERASURES;
+                run.fields += static_cast<unsigned long long>(x.nans) << Run::NANS;
+            }
         }
 #pragma unroll
         for (int distance = 1; distance < 32; distance *= 2) {
@@ -122,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         }
         carry = before;
 
-        const bool first_write = write && run.writes == 1, first_read = valid && query && run.reads == 1;
+        const bool first_write = write && run.writes() == 1, first_read = valid && query && run.reads() == 1;
         const unsigned write_votes = __ballot_sync(ALL, write), slot_votes = __ballot_sync(ALL, first_write);
         const unsigned read_slot_votes = __ballot_sync(ALL, first_read);
         if (lane_of_warp == 0) {
@@ -152,13 +157,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 if (!valid && cpe != nullptr) cpe[out] = 0.0f;
                 if (!valid && flags != nullptr) flags[out] = 0;
             }
-            const bool meets = valid && run.writes > (write ? 1 : 0);
-            const int first = k + (write ? 1 : 0) - run.writes;
+            const bool meets = valid && run.writes() > (write ? 1 : 0);
+            const int first = k + (write ? 1 : 0) - run.writes();
             if (meets) {
-                partners[at] = Partners::of(l, first, run.writes);
+                partners[at] = Partners::of(l, first, run.writes());
                 partner_at[token * (W + R) + (query ? W : 0) + lane] = at;
             }
-            const int first_query = at + 1 - (k + (write ? 1 : 0)) - run.reads;
+            const int first_query = at + 1 - (k + (write ? 1 : 0)) - run.reads();
             if (write) {
                 write_entries[k_base + k] = EntryRecord::of(l, value, token);
                 write_terms[k_base + k] = WriteTerm{0.0f, weight, code & (LANE_MASK | TOKEN_MASK << TOKEN_SHIFT), slot};
@@ -166,20 +171,21 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             } else if (valid && backward) {
                 read_entries[q_base + at - k] = EntryRecord::of(l, value, token);
                 read_terms[q_base + at - k] =
-                    ReadTerm{weight, code & (LANE_MASK | TOKEN_MASK << TOKEN_SHIFT), first, run.writes};
+                    ReadTerm{weight, code & (LANE_MASK | TOKEN_MASK << TOKEN_SHIFT), first, run.writes()};
             }
             const bool last = !(after & IS_VALID) || (after & IS_HEAD);
             if (valid && last) {
                 long long index = first_slot;
                 if (k_idx != nullptr) index = query ? q_idx[row * R + lane] : k_idx[row * W + lane];
                 const int place = static_cast<int>(index - first_slot);
-                if (run.writes > 0) {
-                    slots[slot_base + slot] = SlotRecord{place, first, run.writes, exp_of(l)};
+                if (run.writes() > 0) {
+                    slots[slot_base + slot] = SlotRecord{place, first, run.writes(), exp_of(l)};
                     totals[slot_base + slot] = l;
-                    if (backward) slot_reads[slot_base + slot] = make_int2(first_query, run.reads);
+                    if (backward) slot_reads[slot_base + slot] = make_int2(first_query, run.reads());
                 }
-                if (backward && run.reads > 0)
-                    read_slots[read_slot_base + read_slot] = ReadSlot{place, first_query, run.reads, run.writes > 0 ? 1 : 0};
+                if (backward && run.reads() > 0)
+                    read_slots[read_slot_base + read_slot] =
+                        ReadSlot{place, first_query, run.reads(), run.writes() > 0 ? 1 : 0};
             }
         }
         code = upcoming;

@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 PAIRS_THREADS = 256
-GATES_THREADS = 512
+GATES_THREADS = 256
 BATCH_MIN_CHUNK = 128  # tokens from which the pairs of the write-read op fetch their partners ahead
 
 # Of the chunks, as the scan leaves them.

@@ -124,7 +124,7 @@ def test_gradient_bank_in_float32(backend: Backend, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("snapshot", ["bf16", "fp8", "int4"])
-@pytest.mark.parametrize("D", [64, 125])
+@pytest.mark.parametrize("D", [64, 63])
 def test_quantized_snapshots(backend: Backend, snapshot: str, dtype: torch.dtype, D: int) -> None:
     problem = make_problem(2, 40, 4, 5, D, 30, seed=7).cast(dtype)
     exact, got = backward(backend, problem, 16), backward(backend, problem, 16, snapshot=snapshot)

@@ -12,7 +12,7 @@ import torch
 
 from sdm_rt.demo.config import DemoConfig
 from sdm_rt.demo.errors import DemoError
-from sdm_rt.ops.availability import gpu_path_available, gpu_path_obstacle
+from sdm_rt.ops.availability import gpu_path_obstacle
 
 __all__ = ["add_arguments", "run"]
 
@@ -23,6 +23,8 @@ SIZES = {
     "seq_len": "bytes of a sequence",
     "dim": "width of the model",
     "layers": "blocks: local attention, SDM layer, MLP",
+    "sdm_layers": "blocks that have an SDM layer, 0: all",
+    "text_bytes": "most bytes of text, 0: all of --text, 4,000,000 of the standard library",
     "slots": "slots of an SDM head, a square number",
     "seed": "of initial weights, data order and sample",
 }
@@ -47,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device",
         choices=("auto", "cpu", "cuda"),
         default="auto",
-        help="default: cuda if the GPU path is there, else cpu",
+        help="default: cuda where there is a GPU that the kernels run on, else cpu",
     )
     parser.add_argument(
         "--threads",
@@ -103,6 +105,8 @@ def _device(asked: str) -> torch.device:
     obstacle = gpu_path_obstacle()
     if asked == "cuda" and obstacle is not None:
         raise DemoError(f"--device cuda: {obstacle}; --device cpu works")
-    if asked == "auto" and obstacle is not None:
-        print(f"device    cpu ({obstacle})")
-    return torch.device("cuda" if asked != "cpu" and gpu_path_available() else "cpu")
+    if asked == "cpu" or obstacle is not None:
+        print("device    cpu" + (f" ({obstacle})" if asked == "auto" else ""))
+        return torch.device("cpu")
+    print(f"device    cuda ({torch.cuda.get_device_name()})")
+    return torch.device("cuda")

@@ -18,7 +18,6 @@ import sdm_rt
 from sdm_rt import env
 from sdm_rt.cli import machine, selftest
 from sdm_rt.errors import MissingDependencyError
-from sdm_rt.ops.availability import gpu_path_obstacle
 from sdm_rt.runtime import cache, device, driver
 from sdm_rt.runtime.dependencies import install_command, load_cupy, load_nvrtc
 from sdm_rt.runtime.sources import find_kernels
@@ -233,9 +232,6 @@ def check_cuda_forward() -> Check:
 
 def check_cuda_backward() -> Check:
     """Run op and backward on the GPU against known answers."""
-    obstacle = gpu_path_obstacle()
-    if obstacle is not None:
-        return Check("missing", obstacle, "train on the CPU path")
     return _trial(torch.device("cuda"), torch.float32, 1e-5, selftest.backward_error)
 
 

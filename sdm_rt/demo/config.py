@@ -20,6 +20,10 @@ class DemoConfig:
         Optimizer steps, sequences of a step, bytes of a sequence.
     dim, layers : int
         Width of the model, number of blocks (each: local attention, an SDM layer, an MLP).
+    sdm_layers : int
+        How many of the blocks have an SDM layer, evenly spread, the last among them; 0: all.
+    text_bytes : int
+        Most bytes of text to take, whole files; 0: all of a named text, 4,000,000 of the standard library.
     attention_heads, window : int
         Heads of the local attention; a byte sees itself and the ``window - 1`` bytes before it.
     sdm_heads, slots, writes, reads : int
@@ -43,6 +47,8 @@ class DemoConfig:
     seq_len: int = 128
     dim: int = 128
     layers: int = 2
+    sdm_layers: int = 0
+    text_bytes: int = 0
     attention_heads: int = 4
     window: int = 32
     sdm_heads: int = 2
@@ -69,6 +75,10 @@ class DemoConfig:
         ):
             if getattr(self, name) < 1:
                 raise DemoError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 <= self.sdm_layers <= self.layers:
+            raise DemoError(f"sdm_layers must be from 0 to layers = {self.layers}, got {self.sdm_layers}")
+        if self.text_bytes < 0:
+            raise DemoError(f"text_bytes must be at least 0, got {self.text_bytes}")
         if self.seq_len < 2:
             raise DemoError(f"seq_len must be at least 2, got {self.seq_len}")
         if math.isqrt(max(0, self.slots)) ** 2 != self.slots or self.slots < 1:
@@ -79,3 +89,8 @@ class DemoConfig:
                 f"{self.attention_heads} attention heads of even width and {self.sdm_heads} SDM heads, "
                 f"got {self.dim}"
             )
+
+    def has_sdm_layer(self, block: int) -> bool:
+        """Return whether block ``block``, from 0, has an SDM layer."""
+        wanted = self.sdm_layers or self.layers
+        return (block + 1) * wanted // self.layers > block * wanted // self.layers

@@ -70,7 +70,7 @@ def perform(request: Request) -> bool:
         Ctrl-C: the checkpoints in ``request.out`` continue with ``resume``.
     """
     config, text = _resumed(request) if request.resume else _started(request)
-    corpus = load_corpus(text, FEWEST_WINDOWS * (config.seq_len + 1))
+    corpus = load_corpus(text, FEWEST_WINDOWS * (config.seq_len + 1), config.text_bytes)
     windows = validation_windows(corpus.validation, config.seq_len, VALIDATION_WINDOWS).to(request.device)
     unigram = unigram_bits_per_byte(corpus.train, windows.cpu())
     request.out.mkdir(parents=True, exist_ok=True)
@@ -94,8 +94,8 @@ def perform(request: Request) -> bool:
     equal = difference <= DECODE_TOLERANCE
     verdict = f"{'within' if equal else 'ABOVE'} the tolerance of {DECODE_TOLERANCE:.0e}"
     print(
-        f"\ndecode    logits of {config.seq_len} bytes, one by one against all at once, in float64: "
-        f"largest difference {difference:.1e}, {verdict}"
+        f"\ndecode    logits of {config.seq_len} bytes, one by one against all at once, "
+        f"in float64 on the CPU: largest difference {difference:.1e}, {verdict}"
     )
     print("\n" + _table(sdm, baseline, unigram))
     report = {

@@ -48,9 +48,9 @@ def decode_difference(model: ByteLanguageModel, tokens: Tensor) -> float:
     """Return the largest difference between decoded and parallel logits over ``tokens`` [B, T], in float64.
 
     In float64 no rounding can move a score across the edge of a top-k, where the two paths would
-    rightly select different slots.
+    rightly select different slots. GPUs have no float64 kernels, so a copy of the model runs on the CPU.
     """
-    model = copy.deepcopy(model).double().eval()
+    model, tokens = copy.deepcopy(model).cpu().double().eval(), tokens.cpu()
     parallel = model(tokens)
     states = model.new_states(tokens.shape[0])
     decoded = [model.decode(tokens[:, position], position, states) for position in range(tokens.shape[1])]

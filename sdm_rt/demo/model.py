@@ -1,4 +1,4 @@
-"""The demo's byte-level language model: blocks of local attention, an SDM layer and an MLP."""
+"""The demo's byte-level language model: blocks of local attention, perhaps an SDM layer, and an MLP."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class ByteLanguageModel(nn.Module):
 
 
 class Block(nn.Module):
-    """Local attention, SDM layer, MLP; each behind a norm and added to the residual stream.
+    """Local attention, SDM layer (not in every block), MLP; each behind a norm and added to the stream.
 
     Parameters
     ----------
@@ -118,18 +118,21 @@ class Block(nn.Module):
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim)
         self.attention = LocalAttention(config)
-        self.sdm_norm: nn.Module | None = nn.RMSNorm(config.dim)
-        self.sdm: SparseDeltaMemory | None = SparseDeltaMemory(
-            SparseDeltaMemoryArgs(
-                dim=config.dim,
-                num_heads=config.sdm_heads,
-                slots_per_head=config.slots,
-                num_writes=config.writes,
-                num_reads=config.reads,
-                query_batchnorm=True,
-            ),
-            layer_id,
-        )
+        self.sdm_norm: nn.Module | None = None
+        self.sdm: SparseDeltaMemory | None = None
+        if config.has_sdm_layer(layer_id):
+            self.sdm_norm = nn.RMSNorm(config.dim)
+            self.sdm = SparseDeltaMemory(
+                SparseDeltaMemoryArgs(
+                    dim=config.dim,
+                    num_heads=config.sdm_heads,
+                    slots_per_head=config.slots,
+                    num_writes=config.writes,
+                    num_reads=config.reads,
+                    query_batchnorm=True,
+                ),
+                layer_id,
+            )
         self.mlp_norm = nn.RMSNorm(config.dim)
         self.mlp = nn.Sequential(
             nn.Linear(config.dim, 4 * config.dim), nn.GELU(), nn.Linear(4 * config.dim, config.dim)

@@ -21,6 +21,7 @@ SKIPPED_FOLDERS = frozenset(
     {"__pycache__", "dist-packages", "encodings", "idle_test", "pydoc_data", "site-packages", "test", "tests"}
 )
 FILE_END = b"\0"
+BINARY_SIGN_BYTES = 8192  # libraries of gigabytes show a zero byte here, and are not read further
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Corpus:
         return digest.hexdigest()
 
 
-def load_corpus(path: Path | None, least: int) -> Corpus:
+def load_corpus(path: Path | None, least: int, most: int = 0) -> Corpus:
     """Read the text and split it into training and validation bytes.
 
     Parameters
@@ -61,6 +62,9 @@ def load_corpus(path: Path | None, least: int) -> Corpus:
         A file, a folder (all its UTF-8 text files), or None: sources of the Python standard library.
     least : int
         The fewest bytes either part may have.
+    most : int
+        The most bytes to take of the text, in whole files where there are several; 0: all of ``path``,
+        4,000,000 of the standard library.
 
     Raises
     ------
@@ -68,19 +72,20 @@ def load_corpus(path: Path | None, least: int) -> Corpus:
         No such path, no text in it, or less than ``least`` bytes on either side of the split.
     """
     if path is None:
-        files = _up_to(standard_library_files(), STANDARD_LIBRARY_BYTES)
+        files = _up_to(standard_library_files(), most or STANDARD_LIBRARY_BYTES)
         origin = "Python standard library"
         if not files:
             raise DemoError(
                 "no .py sources of the Python standard library on this machine: name a text with --text"
             )
     elif path.is_dir():
-        files = read_files(path, (found for found in path.rglob("*") if found.is_file()))
+        files = read_files(path, (found for found in path.rglob("*") if found.is_file()), most)
         origin = str(path)
         if not files:
             raise DemoError(f"no UTF-8 text file in {path}")
     elif path.is_file():
-        files = {path.name: path.read_bytes()}
+        content = path.read_bytes()
+        files = {path.name: content[:most] if most else content}
         origin = str(path)
     else:
         raise DemoError(f"--text {path}: no such file or folder")
@@ -115,8 +120,8 @@ def standard_library_files() -> dict[str, bytes]:
     return read_files(root, sources)
 
 
-def read_files(root: Path, paths: Iterable[Path]) -> dict[str, bytes]:
-    """Read those of ``paths`` below ``root`` that are UTF-8 text, each content once.
+def read_files(root: Path, paths: Iterable[Path], most: int = 0) -> dict[str, bytes]:
+    """Read those of ``paths`` below ``root`` that are UTF-8 text, each content once, ``most`` bytes in all.
 
     Returns
     -------
@@ -126,16 +131,31 @@ def read_files(root: Path, paths: Iterable[Path]) -> dict[str, bytes]:
     by_name = {found.relative_to(root).as_posix(): found for found in paths}
     files: dict[str, bytes] = {}
     contents: set[bytes] = set()
+    total = 0
     for name in sorted(by_name, key=_name_hash):
         try:
-            content = by_name[name].read_bytes()
-            content.decode("utf-8")
+            content = _read_text(by_name[name])
         except (OSError, UnicodeDecodeError):
             continue
-        if content and FILE_END not in content and content not in contents:
-            contents.add(content)
-            files[name] = content
+        if not content or content in contents:
+            continue
+        total += len(content)
+        if most and total > most:
+            break
+        contents.add(content)
+        files[name] = content
     return files
+
+
+def _read_text(path: Path) -> bytes:
+    """Return the content of a file of UTF-8 text, of another one nothing or an error."""
+    with path.open("rb") as stream:
+        head = stream.read(BINARY_SIGN_BYTES)
+        if FILE_END in head:
+            return b""
+        content = head + stream.read()
+    content.decode("utf-8")
+    return b"" if FILE_END in content else content
 
 
 def split_files(files: dict[str, bytes]) -> tuple[dict[str, bytes], dict[str, bytes]]:

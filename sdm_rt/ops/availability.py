@@ -1,19 +1,29 @@
-"""Whether training can run on a GPU here."""
+"""Whether the GPU path works here."""
 
 from __future__ import annotations
 
 import torch
 
-__all__ = ["gpu_path_available", "gpu_path_obstacle"]
+from sdm_rt.errors import MissingDependencyError
+from sdm_rt.runtime.dependencies import load_cupy, load_nvrtc
+from sdm_rt.runtime.device import OLDEST
 
-
-def gpu_path_available() -> bool:
-    """Return whether a layer can be trained on a CUDA GPU with this version, on this machine."""
-    return gpu_path_obstacle() is None
+__all__ = ["gpu_path_obstacle"]
 
 
 def gpu_path_obstacle() -> str | None:
-    """Say what keeps training off the GPU; None where nothing does."""
+    """Say what keeps training off PyTorch's current CUDA GPU; None where nothing does."""
     if not torch.cuda.is_available():
         return "PyTorch finds no CUDA GPU"
-    return "this version of sdm_rt runs the layer on a GPU without gradients only"
+    capability = torch.cuda.get_device_capability()
+    if capability < OLDEST:
+        return (
+            f"{torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}, the "
+            f"kernels need {OLDEST[0]}.{OLDEST[1]} or newer"
+        )
+    try:
+        load_cupy()
+        load_nvrtc()
+    except MissingDependencyError as error:
+        return str(error).partition("\n")[0]
+    return None

@@ -12,7 +12,7 @@ from sdm_rt.errors import MissingDependencyError, UntestedHardwareWarning
 from sdm_rt.runtime import driver
 from sdm_rt.runtime.dependencies import load_cupy
 
-__all__ = ["Gpu", "attributes", "gpu"]
+__all__ = ["OLDEST", "Gpu", "attributes", "gpu"]
 
 OLDEST = (8, 0)
 VALIDATED = Path(__file__).with_name("validated.json")

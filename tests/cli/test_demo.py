@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sdm_rt.cli import main
+from sdm_rt.cli import demo, main
 from sdm_rt.demo import checkpoint, experiment
 from sdm_rt.demo.checkpoint import load_checkpoint, save_checkpoint
 from sdm_rt.demo.config import DemoConfig
@@ -35,7 +35,9 @@ from sdm_rt.demo.training import (
     sample_windows,
     train,
 )
-from sdm_rt.ops.availability import gpu_path_available, gpu_path_obstacle
+from sdm_rt.errors import MissingDependencyError
+from sdm_rt.ops import availability
+from sdm_rt.ops.availability import gpu_path_obstacle
 
 CPU = torch.device("cpu")
 SMALL = DemoConfig(
@@ -132,6 +134,16 @@ class TestText:
         (text_folder / "new.txt").write_text("new " * 300)
         assert load_corpus(text_folder, 16).fingerprint != whole.fingerprint
 
+    def test_text_bytes_bound_what_is_taken(self, text_folder: Path, tmp_path: Path) -> None:
+        whole, part = load_corpus(text_folder, 16), load_corpus(text_folder, 16, 8000)
+        sizes = [len(corpus.train) + len(corpus.validation) for corpus in (whole, part)]
+        ends = bytes(part.train.tolist()).count(b"\0") + bytes(part.validation.tolist()).count(b"\0")
+        assert 6000 < sizes[1] - ends <= 8000 < sizes[0]
+        (tmp_path / "one").write_bytes(b"0123456789" * 100)
+        one = load_corpus(tmp_path / "one", 16, 300)
+        assert len(one.train) + len(one.validation) == 300
+        assert len(load_corpus(None, 1000, 500_000).train) < 500_000
+
     def test_files_too_large_for_a_tenth_still_split(self) -> None:
         training, validation = split_files({"a": b"a" * 50, "b": b"b" * 40, "c": b"c" * 60})
         assert (set(training), set(validation)) == ({"a", "c"}, {"b"})
@@ -205,7 +217,21 @@ class TestModel:
             likeliest = int(model(torch.tensor([list(prompt)]))[0, -1].argmax())
         assert generate(model, prompt, 1, 1e-4, 0)[0] == likeliest
 
-    @pytest.mark.parametrize("sizes", [{"steps": 0}, {"seq_len": 1}, {"dim": 20}, {"slots": 1000}])
+    @pytest.mark.parametrize(
+        ("blocks", "wanted", "expected"),
+        [(4, 2, [1, 3]), (4, 0, [0, 1, 2, 3]), (3, 1, [2]), (5, 3, [1, 3, 4]), (2, 2, [0, 1])],
+    )
+    def test_sdm_layers_are_spread_over_the_blocks(
+        self, blocks: int, wanted: int, expected: list[int]
+    ) -> None:
+        model = ByteLanguageModel(dataclasses.replace(SMALL, layers=blocks, sdm_layers=wanted))
+        assert [at for at, block in enumerate(model.blocks) if block.sdm is not None] == expected
+        assert decode_difference(model, torch.randint(256, (1, 12))) < 1e-12
+
+    @pytest.mark.parametrize(
+        "sizes",
+        [{"steps": 0}, {"seq_len": 1}, {"dim": 20}, {"slots": 1000}, {"sdm_layers": 3}, {"text_bytes": -1}],
+    )
     def test_sizes_out_of_range_are_named(self, sizes: dict[str, int]) -> None:
         (name,) = sizes
         with pytest.raises(DemoError, match=name):
@@ -509,12 +535,41 @@ class TestCommand:
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        assert "no CUDA GPU" in str(gpu_path_obstacle())
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        assert not gpu_path_available()
         status, _, complaint = self.run(capsys, "--device", "cuda", "--out", tmp_path)
         assert status == 2
-        assert "without gradients only" in complaint
+        assert "--device cuda: PyTorch finds no CUDA GPU; --device cpu works" in complaint
+
+    def test_what_the_gpu_path_lacks_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla V100")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 0))
+        assert gpu_path_obstacle() == ("Tesla V100 has compute capability 7.0, the kernels need 8.0 or newer")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+        monkeypatch.setattr(availability, "load_cupy", lambda: None)
+
+        def missing() -> None:
+            raise MissingDependencyError("the GPU path needs NVRTC; install it with: a command\nmore")
+
+        monkeypatch.setattr(availability, "load_nvrtc", missing)
+        assert gpu_path_obstacle() == "the GPU path needs NVRTC; install it with: a command"
+        monkeypatch.setattr(availability, "load_nvrtc", lambda: None)
+        assert gpu_path_obstacle() is None
+
+    @pytest.mark.parametrize("asked", ["auto", "cuda"])
+    def test_a_gpu_is_chosen_and_named(
+        self,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+        asked: str,
+    ) -> None:
+        requests: list[experiment.Request] = []
+        monkeypatch.setattr(demo, "gpu_path_obstacle", lambda: None)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H200")
+        monkeypatch.setattr(experiment, "perform", lambda request: bool(requests.append(request) or True))
+        status, printed, _ = self.run(capsys, "--device", asked, "--out", tmp_path)
+        assert (status, printed) == (0, "device    cuda (H200)\n")
+        assert requests[0].device == torch.device("cuda")
 
     @pytest.mark.skipif(os.name != "posix", reason="sends SIGINT to another process")
     def test_ctrl_c_keeps_the_checkpoint_and_resume_gives_the_uninterrupted_losses(

@@ -35,18 +35,19 @@ class FakePlan:
     specs = ()
 
     def __init__(self, machine: Machine, name: str, work: Callable[[], None]) -> None:
-        self.machine, self.plan, self.work = machine, name, work
+        self.machine, self.name, self.work = machine, name, work
+        self.plan = SimpleNamespace(name=name, schedule="stepwise")
 
     def run(self, stream: int) -> None:
-        self.machine.launched.append(self.plan)
+        self.machine.launched.append(self.name)
         self.work()
 
     def capture(self, keep: object) -> Any:
-        self.machine.captured.append(self.plan)
+        self.machine.captured.append(self.name)
 
         def replay(stream: int) -> None:
             assert keep is not None
-            self.machine.replayed.append(self.plan)
+            self.machine.replayed.append(self.name)
             self.work()
 
         return SimpleNamespace(replay=replay)

@@ -30,6 +30,7 @@ from sdm_rt.plan.backward import (
 from sdm_rt.plan.decode import GROUPS, decode_kernel
 from sdm_rt.plan.forward import PRODUCT_COLUMNS, decay_write_kernel, dual_matmul_kernel, gather_kernel
 from sdm_rt.plan.kernel_resources import FIGURES, TABLE, resource_key
+from sdm_rt.plan.persistent import NO_ROW_SCALE, persistent_kernels
 from sdm_rt.plan.phase1 import phase1_kernels
 from sdm_rt.plan.phase1_backward import phase1_backward_gates_kernel, phase1_backward_pairs_kernel
 from sdm_rt.plan.shapes import (
@@ -101,6 +102,8 @@ def _forward_variants(pdl: bool) -> Iterator[KernelSpec]:
             for columns, triggers in product(PRODUCT_COLUMNS, {False, pdl}):
                 yield dual_matmul_kernel(shape, columns, triggers)
             yield decay_write_kernel(shape, pdl)
+            if pdl and snapshot in NO_ROW_SCALE:  # GPUs with PDL have clusters
+                yield from persistent_kernels(shape, gather_kernel(shape), decay_write_kernel(shape, pdl))
 
 
 def _phase1_backward_variants() -> Iterator[KernelSpec]:

@@ -15,6 +15,7 @@ from tests.emulator import (
     test_backward_variants,
     test_decode_variants,
     test_forward_variants,
+    test_persistent_variants,
     test_phase1_backward_variants,
     test_topk_variants,
 )
@@ -27,6 +28,7 @@ EXECUTED = (
     *test_backward_variants.SPECS,
     *test_decode_variants.SPECS,
     *test_forward_variants.SPECS,
+    *test_persistent_variants.SPECS,
     *test_phase1_backward_variants.SPECS,
     *test_topk_variants.SPECS,
 )

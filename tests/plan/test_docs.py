@@ -13,7 +13,7 @@ EXAMPLES = EXAMPLE.findall(PAGE)
 
 
 def test_the_page_has_its_examples() -> None:
-    assert len(EXAMPLES) == 3
+    assert len(EXAMPLES) == 4
 
 
 @pytest.mark.parametrize(("command", "shown"), EXAMPLES)

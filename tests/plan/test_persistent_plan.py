@@ -1,0 +1,231 @@
+"""The plan of the persistent forward: where it runs, what it asks for, why it is refused, how it prints."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from sdm_rt.cli import main
+from sdm_rt.errors import UnsupportedConfigurationError
+from sdm_rt.plan import persistent
+from sdm_rt.plan.device import PRESETS, preset
+from sdm_rt.plan.forward import forward_constants, plan_forward
+from sdm_rt.plan.launch import Launch
+from sdm_rt.plan.shapes import BANK_DTYPES, INDEX_DTYPES, WriteReadShape, dtype_bytes
+from sdm_rt.plan.step_plan import StepPlan
+from sdm_rt.plan.tiling import ceil_div
+from sdm_rt.plan.write_resources import TARGETS, variants
+from tests.plan.cases import FLAGSHIP, WRITE_READ_CASES
+
+KERNELS = Path(__file__).parents[2] / "kernels_cu"
+KINDS = {"int": "int32", "long long": "int64"}
+WITH_CLUSTERS = [name for name, device in PRESETS.items() if device.clusters]
+WITHOUT_CLUSTERS = [name for name, device in PRESETS.items() if not device.clusters]
+
+
+def planned(shape: WriteReadShape, device: str = "h100") -> tuple[StepPlan, Launch]:
+    plan = plan_forward(shape, preset(device), "persistent")
+    launch = plan.prologue[-1]
+    assert isinstance(launch, Launch)
+    assert launch.name == "persistent_forward"
+    return plan, launch
+
+
+def bytes_by_hand(
+    C: int, W: int, R: int, K: int, columns: int, words: int, tokens: int, in_place: bool
+) -> int:
+    """Of a block of 512 threads in a cluster of K: ``tokens`` lists, 12 bytes an entry of 64-bit indices."""
+    own = 2 * ceil_div(ceil_div(C, 2), K)
+    side = min(64, ceil_div(C, 4) * 4)
+    pairs = min(16, 512 // (columns // 4), own // 2)
+    slots = 16 * (32 // words) * 8  # under way: warps, rows side by side, rows of a thread
+    lists = ceil_div(tokens * (W + R) * 12, 16) * 16
+    tiles = 2 * 2 * (2 * pairs) * (side + 4) * 4
+    values = (1 if in_place else 2) * C * columns * 4
+    return 24 * slots + tiles + ceil_div(C, 4) * 16 + own * columns * 4 + lists + values
+
+
+@pytest.mark.parametrize(
+    ("case", "slice_bytes", "cluster", "tokens", "in_place", "need"),
+    [
+        ("flagship", 256, 4, 16, False, 122_112),
+        ("7b", 256, 4, 32, True, 221_696),
+        ("batch", 256, 4, 8, True, 230_400),
+        ("narrow", 128, 4, 16, False, 79_104),
+        ("many_streams", 128, 2, 32, False, 112_896),
+    ],
+)
+def test_cut_and_shared_memory_of_the_known_cases(
+    case: str, slice_bytes: int, cluster: int, tokens: int, in_place: bool, need: int
+) -> None:
+    shape = FLAGSHIP if case == "flagship" else WRITE_READ_CASES[case]
+    plan, launch = planned(shape)
+    columns = slice_bytes // dtype_bytes(shape.bank_dtype)
+    assert dict(launch.kernel.defines)["COLUMNS"] == str(columns)
+    assert launch.cluster == (cluster, 1, 1)
+    assert launch.grid == (-(-shape.head_dim // columns) * cluster, shape.streams, 1)
+    assert launch.block == (512, 1, 1)
+    numbers = forward_constants(plan)
+    assert (numbers["list_tokens"], numbers["in_place"]) == (tokens, int(in_place))
+    words = slice_bytes // 16
+    by_hand = bytes_by_hand(shape.chunk, shape.writes, shape.reads, cluster, columns, words, tokens, in_place)
+    assert launch.shared_memory == by_hand == need
+
+
+def shapes() -> list[WriteReadShape]:
+    sizes = product((1, 7, 64, 128, 200, 256), (1, 100, 1024), (1, 64, 256), BANK_DTYPES, (False, True))
+    return [
+        WriteReadShape(2, 1000, C, lanes, lanes, D, 65536, bank_dtype=dtype, training=training)
+        for C, D, lanes, dtype, training in sizes
+    ]
+
+
+@pytest.mark.parametrize("device", WITH_CLUSTERS)
+def test_it_fits_the_gpus_with_the_most_shared_memory(device: str) -> None:
+    limit = preset(device).shared_memory_per_block
+    for shape in shapes():
+        if limit < 200_000 and shape.chunk >= 128:
+            continue
+        plan, launch = planned(shape, device)
+        assert launch.shared_memory <= limit
+        assert launch.occupancy(preset(device)).blocks
+        assert forward_constants(plan)["list_tokens"] >= 1
+
+
+def test_what_does_not_fit_is_refused_with_need_and_limit() -> None:
+    shape = WriteReadShape(2, 1000, 256, 64, 64, 1024, 65536)
+    with pytest.raises(UnsupportedConfigurationError) as caught:
+        planned(shape, "rtxpro6000")
+    need = re.search(r"needs ([\d,]+) bytes.*chunk_size=256; .* allows 101,376;", str(caught.value))
+    assert need is not None
+    assert int(need[1].replace(",", "")) > 101_376
+
+
+@pytest.mark.parametrize("device", WITHOUT_CLUSTERS)
+def test_a_gpu_without_clusters_is_refused(device: str) -> None:
+    with pytest.raises(UnsupportedConfigurationError, match="needs thread block clusters"):
+        plan_forward(FLAGSHIP, preset(device), "persistent")
+
+
+@pytest.mark.parametrize("snapshot", ["fp8", "int4"])
+def test_rows_with_a_scale_are_refused_where_they_are_kept(snapshot: str) -> None:
+    shape = dataclasses.replace(FLAGSHIP, snapshot=snapshot)
+    with pytest.raises(UnsupportedConfigurationError, match="one scale across all column slices"):
+        plan_forward(shape, preset("h100"), "persistent")
+    planned(dataclasses.replace(shape, training=False))
+
+
+def test_a_schedule_of_another_name_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match="schedule: expected None or one of stepwise, persistent, got 'fast'"
+    ):
+        plan_forward(FLAGSHIP, preset("h100"), "fast")
+
+
+def test_the_choice_of_a_call_that_names_no_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    def schedule(shape: WriteReadShape, device: str) -> str:
+        plan = plan_forward(shape, preset(device))
+        return next((note for note in plan.notes if note.startswith("schedule")), "")
+
+    assert plan_forward(FLAGSHIP, preset("h100")) == plan_forward(FLAGSHIP, preset("h100"), None)
+    monkeypatch.setattr(persistent, "AUTO_PERSISTENT", False)
+    assert schedule(FLAGSHIP, "h100") == ""
+    assert plan_forward(FLAGSHIP, preset("h100")).step
+    monkeypatch.setattr(persistent, "AUTO_PERSISTENT", True)
+    assert schedule(FLAGSHIP, "h100").startswith("schedule: persistent, the GPU has clusters")
+    assert schedule(FLAGSHIP, "a100").startswith(
+        "schedule: stepwise, since schedule='persistent' needs thread"
+    )
+    quantized = dataclasses.replace(FLAGSHIP, snapshot="fp8")
+    assert "one scale" in schedule(quantized, "h100")
+    assert plan_forward(quantized, preset("h100")).step
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_the_launch_stands_for_the_steps_of_a_slab(training: bool) -> None:
+    shape = dataclasses.replace(FLAGSHIP, tokens=2**17, training=training)
+    stepwise = plan_forward(shape, preset("h100"), "stepwise")
+    plan, launch = planned(shape)
+    assert plan.steps == stepwise.steps
+    assert plan.slab_steps == stepwise.slab_steps
+    assert plan.launch_count == plan.slabs * 5
+    assert [call.name for _, call in plan.launches()] == [call.name for call in plan.prologue] * plan.slabs
+    assert [step for step, call in plan.launches() if call is launch] == [
+        step for step in range(plan.steps) if step == plan.slab_step(step)
+    ]
+    floor = sum(call.floor_bytes for call in stepwise.step)
+    assert launch.floor_bytes == plan.slab_steps * floor
+    kept = {buffer for buffer in stepwise.buffers if buffer.kept}
+    assert {buffer for buffer in plan.buffers if buffer.kept} == kept
+    gone = {buffer.name for buffer in set(stepwise.buffers) - set(plan.buffers)}
+    assert gone == {"residual", "inter", "delta"}
+
+
+def test_arguments_are_the_kernels_parameters() -> None:
+    text = (KERNELS / "persistent_forward.cu").read_text(encoding="utf-8")
+    signature = re.search(r"\bpersistent_forward\(([^)]*)\)\s*\{", text)
+    assert signature is not None
+    parameters = []
+    for parameter in signature[1].split(","):
+        kind, name = " ".join(parameter.split()).rsplit(" ", 1)
+        parameters.append((name, "pointer" if "*" in kind else KINDS[kind]))
+    plan, launch = planned(FLAGSHIP)
+    assert [(argument.name, argument.kind) for argument in launch.arguments] == parameters
+    header = text.split("#include")[0]
+    for macro in dict(launch.kernel.defines):
+        assert re.search(rf"\b{macro}\b", header), f"persistent_forward.cu does not explain {macro}"
+    by_call = {"slab_step", "row_stride", "shared_bank", "wide"}
+    numbers = {a.name for a in launch.arguments if a.kind != "pointer"} - by_call
+    assert numbers <= forward_constants(plan).keys()
+
+
+def test_the_order_of_sums_is_that_of_the_stepwise_gather() -> None:
+    for dtype, D in product(BANK_DTYPES, (1, 64, 128, 200, 512, 1024)):
+        shape = dataclasses.replace(FLAGSHIP, head_dim=D, bank_dtype=dtype, gradient_bank_dtype=dtype)
+        stepwise = plan_forward(shape, preset("h100"), "stepwise")
+        gather = next(one for one in stepwise.kernels() if one.name == "gather")
+        assert forward_constants(planned(shape)[0])["groups"] == int(dict(gather.kernel.defines)["GROUPS"])
+
+
+@pytest.mark.parametrize("target", [target for target in TARGETS if int(target[3:]) >= 90])
+def test_the_table_lists_what_plans_choose_and_nothing_else(target: str) -> None:
+    devices = [name for name, device in PRESETS.items() if device.arch == target]
+    chosen = set()
+    for device, dtype, D, alignment in product(
+        devices, BANK_DTYPES, (1, 3, 33, 64, 66, 100, 129, 257, 1024), (2, 4, 8, 16)
+    ):
+        shape = WriteReadShape(1, 300, 16, 8, 8, D, 64, bank_dtype=dtype, alignment=alignment)
+        for training, snapshot in ((False, "none"), (True, "none"), (True, "bf16")):
+            for index in INDEX_DTYPES:
+                one = dataclasses.replace(shape, training=training, snapshot=snapshot, index_dtype=index)
+                chosen.add(planned(one, device)[1].kernel)
+    assert chosen == {spec for spec in variants(target) if spec.file == "persistent_forward.cu"}
+
+
+@pytest.mark.parametrize("target", [target for target in TARGETS if int(target[3:]) < 90])
+def test_older_targets_list_none(target: str) -> None:
+    assert not [spec for spec in variants(target) if spec.file == "persistent_forward.cu"]
+
+
+def test_the_printed_plan_says_that_the_launch_does_all_steps() -> None:
+    text = planned(FLAGSHIP)[0].describe()
+    assert "[for the loop]" in text
+    assert "schedule: persistent, as asked; 16 clusters of 4 blocks" in text
+    long = dataclasses.replace(FLAGSHIP, tokens=2**17, training=False)
+    plan, _ = planned(long)
+    assert f"[for each slab of {plan.slab_steps} steps]" in plan.describe()
+    assert "schedule" not in plan_forward(FLAGSHIP, preset("h100")).describe()
+
+
+def test_the_command_prints_it_and_its_refusals(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "--device", "h100", "--streams", "2", "--pass", "forward", "--schedule"]
+    assert main([*command, "persistent"]) == 0
+    assert "persistent_forward.cu:persistent_forward" in capsys.readouterr().out
+    assert main([*command, "stepwise"]) == 0
+    assert "persistent_forward" not in capsys.readouterr().out
+    assert main([*command, "persistent", "--snapshot", "fp8"]) == 1
+    assert "one scale across all column slices" in capsys.readouterr().err

@@ -221,7 +221,7 @@ def saved_bytes(memory: Tensor, flat: dict[str, Tensor], call: WriteReadCall) ->
     """Return the bytes that `training_forward_on_gpu` saves, from shapes and dtypes alone."""
     if call.shape.rows == 0 or call.longest == 0 or call.shape.streams == 0:
         return 0
-    return Arena.of(kept_buffers(planned_shape(memory, flat, call, 1, training=True))).bytes
+    return Arena.of(kept_buffers(planned_shape(memory, flat, call, WORD_BYTES, training=True))).bytes
 
 
 @dataclass(frozen=True)

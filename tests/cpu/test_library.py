@@ -422,3 +422,19 @@ def test_flop_counter_of_packed_rows_and_of_the_layer() -> None:
     counted = counter.get_flop_counts()["Global"]
     assert counted[OPERATORS.write_read] > 0
     assert counted[OPERATORS.write_read_backward] > 0
+
+
+@pytest.mark.parametrize("mode", ["none", "fp8"])
+def test_fake_cuda_training_without_a_gpu(mode: str) -> None:
+    problem = PROBLEMS["repeats"].cast(torch.bfloat16)
+    arguments = flat_arguments(problem, False, mode=mode)
+    with FakeTensorMode():
+        arguments = [on("cuda", x, False) if isinstance(x, Tensor) else x for x in arguments]
+        readings, final, saved = OPERATORS.write_read(*arguments)
+        grads = OPERATORS.write_read_backward(final, saved, readings, final, *arguments[1:])
+    (kept,) = saved
+    assert (kept.dtype, kept.device.type, kept.dim()) == (torch.uint8, "cuda", 1)
+    assert kept.numel() > 0
+    inputs = [arguments[at] for at in (0, 2, 3, 4, 5, 7)]
+    for grad, like in zip((readings, final, *grads), (arguments[3], arguments[0], *inputs), strict=True):
+        assert (grad.shape, grad.dtype, grad.device) == (like.shape, like.dtype, like.device)

@@ -1,12 +1,15 @@
 """Time the op on CPU tensors, forward and backward: a table, and JSON with --json.
 
-python examples/benchmark_cpu.py --threads 2 --json cpu.json
+python examples/benchmark_cpu.py --threads 1 2 --json cpu.json
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import itertools
 import json
+import os
 import platform
 import statistics
 import time
@@ -83,6 +86,16 @@ def measure(shape: Shape, dtype: torch.dtype, repeats: int) -> Timing:
     )
 
 
+def processor() -> str:
+    """The processor's model where the system tells it, else its architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.machine()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time the op on CPU tensors, forward and backward.")
     for name, default in asdict(Shape(P=4, T=1024, W=16, R=16, D=64, S=4096)).items():
@@ -90,40 +103,41 @@ def main() -> None:
     parser.add_argument(
         "--dtype", nargs="+", default=["float32"], choices=["float64", "float32", "bfloat16", "float16"]
     )
-    parser.add_argument("--threads", type=int, default=2, help="threads of PyTorch (default: 2)")
+    parser.add_argument("--threads", type=int, nargs="+", default=[2], help="of PyTorch (default: 2)")
     parser.add_argument(
         "--repeats", type=int, default=5, help="timed repetitions; the median counts (default: 5)"
     )
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
     shape = Shape(*(getattr(arguments, name) for name in Shape.__dataclass_fields__))
 
-    print(" ".join(f"{name}={size}" for name, size in asdict(shape).items()), f"threads={arguments.threads}")
+    print(" ".join(f"{name}={size}" for name, size in asdict(shape).items()))
     columns = ("forward s", "backward s", "together s", "no-grad s", "tokens/s")
-    print(f"{'bank':<10}" + "".join(f"{column:>12}" for column in columns))
-    results = {}
-    for dtype in arguments.dtype:
+    print(f"{'threads':<8}{'bank':<10}" + "".join(f"{column:>12}" for column in columns))
+    rows = []
+    for threads, dtype in itertools.product(arguments.threads, arguments.dtype):
+        torch.set_num_threads(threads)
         timing = measure(shape, getattr(torch, dtype), arguments.repeats)
         together = timing.forward + timing.backward
-        results[dtype] = {**asdict(timing), "together": together}
+        seconds = {name: round(value, 4) for name, value in {**asdict(timing), "together": together}.items()}
+        rows.append({"threads": threads, "dtype": dtype, **seconds})
         print(
-            f"{dtype:<10}{timing.forward:>12.3f}{timing.backward:>12.3f}{together:>12.3f}"
+            f"{threads:<8}{dtype:<10}{timing.forward:>12.3f}{timing.backward:>12.3f}{together:>12.3f}"
             f"{timing.no_grad:>12.3f}{shape.P * shape.T / together:>12,.0f}"
         )
     if arguments.json is not None:
-        machine = {
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "processor": platform.machine(),
-        }
         record = {
+            "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
             "shape": asdict(shape),
-            "threads": arguments.threads,
-            "machine": machine,
-            "seconds": results,
+            "machine": {
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+                "processor": processor(),
+                "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            },
+            "seconds": rows,
         }
-        arguments.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""``sdm-rt bench``: the speed of one phase on this GPU, as a table and as JSON."""
+"""``sdm-rt bench``: speed or accuracy on this GPU, phase by phase, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from sdm_rt.bench.accuracy import bench_accuracy
 from sdm_rt.bench.cases import CASES
 from sdm_rt.bench.decode import DecodeBench, bench_decode
 from sdm_rt.bench.forward import bench_forward
@@ -24,6 +25,10 @@ from sdm_rt.plan.persistent import SCHEDULES
 from sdm_rt.runtime import device
 
 __all__ = ["PHASES", "add_arguments", "run"]
+
+
+def _accuracy(arguments: argparse.Namespace) -> dict[str, Any]:
+    return bench_accuracy(arguments.case or tuple(CASES), arguments.schedule)
 
 
 def _decode(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -51,6 +56,7 @@ def _training(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 PHASES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+    "accuracy": _accuracy,
     "decode": _decode,
     "forward": _forward,
     "layer": _layer,
@@ -64,11 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options to ``parser``."""
     parser.add_argument("--phase", choices=tuple(PHASES), required=True, help="what to measure")
     parser.add_argument(
-        "--case", choices=tuple(CASES), nargs="+", help="of forward and training (default: all)"
+        "--case", choices=tuple(CASES), nargs="+", help="of forward, training and accuracy (default: all)"
     )
-    parser.add_argument(
-        "--schedule", choices=SCHEDULES, help="of forward and training (default: the plan's choice)"
-    )
+    parser.add_argument("--schedule", choices=SCHEDULES, help="of the same (default: the plan's choice)")
     parser.add_argument("--kernels", action="store_true", help="of forward and training: each kernel too")
     parser.add_argument("--no-start", action="store_true", help="of decode: no cold and warm start")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")

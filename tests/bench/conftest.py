@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from sdm_rt.bench import forward, layer, scaling, start, timing, training
+from sdm_rt.bench import accuracy, forward, layer, scaling, start, timing, training
 from sdm_rt.plan.device import preset
 
 
@@ -72,7 +72,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, object], None]:
     }
     for name, value in replaced.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    for module in (forward, layer, scaling, start, timing, training):
+    for module in (accuracy, forward, layer, scaling, start, timing, training):
         monkeypatch.setattr(module, "DEVICE", torch.device("cpu"))
     for module in (forward, training):
         monkeypatch.setattr(module, "device_model", lambda index: preset("h200"))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 
-from sdm_rt.bench import scaling, start, timing, training
+from sdm_rt.bench import accuracy, scaling, start, timing, training
 from sdm_rt.bench.cases import CASES, Case
 from sdm_rt.bench.layer import LayerBench, bench_layer
 from sdm_rt.bench.process import PROGRAM, usable_cores, wait_seconds
@@ -78,6 +79,22 @@ def test_the_layer_is_that_of_the_comparison() -> None:
     assert args.normalize_readings
     assert args.cuda_graph
     assert LayerBench().op_case(32768) == CASES["flagship"]
+
+
+def test_accuracy(stand_in, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(CASES, "small", SMALL)
+    monkeypatch.setitem(CASES, "float32", replace(SMALL, dtype=torch.float32))
+    monkeypatch.setitem(CASES, "flagship int4", replace(SMALL, dtype=torch.float32, snapshot="int4"))
+    figures = accuracy.bench_accuracy(["small", "float32", "flagship int4"], None)["accuracy"]
+    half, single, quantized = (figures[name] for name in ("small", "float32", "flagship int4"))
+    names = ["readings", "final bank", *(f"grad {leaf}" for leaf in training.LEAVES)]
+    assert list(half) == names
+    for name in names:
+        assert 1e-4 < half[name] < 1e-1
+        assert 1e-9 < single[name] < 1e-6
+    assert quantized["readings"] == single["readings"]
+    assert quantized["grad k_val"] > 1e-3
+    assert "readings" in capsys.readouterr().out
 
 
 def test_scaling(stand_in, capsys: pytest.CaptureFixture[str]) -> None:

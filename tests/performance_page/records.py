@@ -14,7 +14,7 @@ from sdm_rt.bench.record import gpu_slug
 __all__ = ["FOLDER", "PHASES", "Records", "geometric_mean", "load"]
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "records"
-PHASES = ("forward", "training", "layer", "decode", "start", "scaling")
+PHASES = ("forward", "training", "layer", "decode", "start", "scaling", "accuracy")
 
 
 @dataclass(frozen=True)

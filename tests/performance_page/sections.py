@@ -317,6 +317,18 @@ def _growth(points: list[dict[str, Any]], name: str, key: str) -> tuple[str, str
     return f"{known[-1][1] / known[0][1]:.1f}", f"{factor:.2f} ({before:,} to {after:,})"
 
 
+def accuracy(records: Records) -> str:
+    """List the relative errors of every output."""
+    figures = records.figures("accuracy")
+    if not figures:
+        return NOT_MEASURED
+    names = list(next(iter(figures.values())))
+    rows = [[case, *(f"{errors[name]:.1e}" for name in names)] for case, errors in figures.items()]
+    theirs = records.reference["accuracy"]
+    known = ", ".join(f"{dtype} about {error:.1e}" for dtype, error in theirs.items())
+    return table(["case", *names], rows) + f"\nReference, every output: {known}.\n"
+
+
 def scaling(records: Records) -> str:
     """Show the scaling curves, how much each grows, and which points were left out."""
     curves = records.figures("scaling")
@@ -374,5 +386,6 @@ SECTIONS: dict[str, Callable[[Records], str]] = {
     "decode": decode,
     "start": start,
     "scaling": scaling,
+    "accuracy": accuracy,
     "kernels": kernels,
 }

@@ -90,6 +90,7 @@ def made_up(scale: float = 0.5) -> Records:
             ]
         },
         "scaling": {"scaling": scaling},
+        "accuracy": {"accuracy": {"flagship": {"readings": 2.34e-3, "grad v": 5e-8}}},
     }
     return Records(
         REFERENCE, {phase: {**HEADING, "phase": phase, **record} for phase, record in phases.items()}
@@ -205,6 +206,7 @@ def test_sections_show_the_figures() -> None:
     assert "- S = 64, training: needs 200.0 GiB, 140.0 GiB are free" in SECTIONS["scaling"](records)
     assert "4.20 / 4.25 TB/s" in SECTIONS["machine"](records)
     assert "| 2 | 20.0 | 100 - 150 | 3.50 | 2.70 |" in SECTIONS["decode"](records)
+    assert "| flagship | 2.3e-03 | 5.0e-08 |" in SECTIONS["accuracy"](records)
     assert "| 2 | 30.0 | 0.75 |" in SECTIONS["start"](records)
 
 

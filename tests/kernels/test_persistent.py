@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from sdm_rt.errors import UnsupportedConfigurationError
+from sdm_rt.ops.checks import resolve_streams
 from sdm_rt.plan import kernel_resources, persistent
 from sdm_rt.plan.device import DeviceModel
 from sdm_rt.plan.persistent import NARROW_SLICE, WIDE_SLICE, PersistentConfig
 from tests.emulator.build import Replacement
-from tests.emulator.harness import EmulatorError
+from tests.emulator.harness import Call, EmulatorError
 from tests.emulator.harness import run as emulate
+from tests.kernels import forward
 from tests.kernels.backends import BACKENDS, Backend, device_model, execute, require
 from tests.kernels.forward import Planned, planned_forward
 from tests.problems import Problem, make_problem
@@ -125,6 +127,28 @@ def test_streams_of_different_lengths(backend: Backend) -> None:
     got = check(backend, problem, 16, training=True)
     readings = got.readings.view(4, 37, 24)
     assert not readings[~problem.real()].any()
+
+
+def test_streams_that_share_a_bank(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One bank of 40 rows, of which no stream touches another's, in the place of two of 20."""
+    problem = make_problem(2, 20, 4, 4, 24, 20, seed=4).cast(torch.bfloat16)
+    want = run(backend, problem, 16, "stepwise")
+    monkeypatch.setattr(
+        forward,
+        "resolve_streams",
+        lambda memory, k_idx, slots, streams, shared, lengths, offsets: resolve_streams(
+            memory, k_idx, 0, streams, True, lengths, offsets
+        ),
+    )
+    got = planned_forward(problem, 16, device_model(backend), schedule="persistent")
+    calls = [replace(one, values={**one.values, **shares(one)}) for one in got.calls]
+    execute(backend, calls, outputs=[got.readings], scratch=got.scratch)
+    assert_same_bits("readings", got.readings, want.readings)
+    assert_same_bits("bank", got.values["memory"], want.values["memory"])
+
+
+def shares(call: Call) -> dict[str, int]:
+    return {"shared_bank": 1} if "shared_bank" in call.values else {}
 
 
 def test_absent_entries(backend: Backend) -> None:

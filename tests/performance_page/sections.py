@@ -106,10 +106,11 @@ def machine(records: Records) -> str:
             continue
         record = records.phases[phase]
         versions = record["versions"]
+        schedule = f" --schedule {record['schedule']}" if "schedule" in record else ""
         cupy = versions.get("cupy-cuda13x") or versions.get("cupy-cuda12x", "-")
         rows.append(
             [
-                f"`sdm-rt bench --phase {phase}`",
+                f"`sdm-rt bench --phase {phase}{schedule}`",
                 f"[{records.slug}-{phase}.json](records/{records.slug}-{phase}.json)",
                 record["date"],
                 f"{versions['torch']} (CUDA {versions['torch_cuda']})",

@@ -204,7 +204,10 @@ def test_sections_show_the_figures() -> None:
     assert "T = 32,768, cuda_graph_step: ValueError: made up." in SECTIONS["layer"](records)
     assert "| T, training | 4 to 64 | 16 | 4.0 | 4.00 (4 to 16) |" in SECTIONS["scaling"](records)
     assert "- S = 64, training: needs 200.0 GiB, 140.0 GiB are free" in SECTIONS["scaling"](records)
-    assert "4.20 / 4.25 TB/s" in SECTIONS["machine"](records)
+    records.phases["forward"]["schedule"] = "stepwise"
+    machine = SECTIONS["machine"](records)
+    assert "4.20 / 4.25 TB/s" in machine
+    assert "`sdm-rt bench --phase forward --schedule stepwise` | [h200-forward.json]" in machine
     assert "| 2 | 20.0 | 100 - 150 | 3.50 | 2.70 |" in SECTIONS["decode"](records)
     assert "| flagship | 2.3e-03 | 5.0e-08 |" in SECTIONS["accuracy"](records)
     assert "| 2 | 30.0 | 0.75 |" in SECTIONS["start"](records)

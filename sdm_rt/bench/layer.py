@@ -17,6 +17,7 @@ from sdm_rt.layer.args import SparseDeltaMemoryArgs
 from sdm_rt.layer.layer import SparseDeltaMemory
 from sdm_rt.layer.state import Cache
 from sdm_rt.ops.topk import product_key_topk
+from sdm_rt.ops.write_read_graphs import reset_cuda_graphs
 from sdm_rt.plan.device import DeviceModel
 
 __all__ = ["LayerBench", "bench_layer"]
@@ -104,6 +105,8 @@ def graph_layer_figures(shape: LayerBench, x: Tensor, gradient: Tensor) -> dict[
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
         print(f"  no cuda_graph=True: {reason}", flush=True)
         return {"cuda_graph_step_error": reason}
+    finally:
+        reset_cuda_graphs()
     return {"cuda_graph_step_ms": step, "cuda_graph_step_host_ms": host}
 
 

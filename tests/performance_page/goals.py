@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tests.performance_page.markdown import number
 from tests.performance_page.records import Records, geometric_mean
 
 __all__ = ["CASE_BOUND", "Goal", "case_misses", "goals"]
@@ -59,7 +58,7 @@ class Goal:
         """Return what is bounded, as text."""
         if value is None:
             return "-"
-        return f"{value:.2f}" if self.shown == "ratio" else number(value, f" {self.unit}")
+        return f"{value:.2f}" if self.shown == "ratio" else f"{value:.2f} {self.unit}"
 
     def verdict(self) -> str:
         """Return whether it is met, in words."""

@@ -110,8 +110,8 @@ def test_the_page_says_what_the_records_say() -> None:
 def test_records_and_reference_name_the_cases_and_phases_of_the_benchmark() -> None:
     assert list(REFERENCE["cases"]) == list(CASES)
     assert sorted(PHASES) == sorted(BENCH_PHASES)
-    names = {"reference.json", "cpu-op.json", *(f"{load().slug}-{phase}.json" for phase in PHASES)}
-    assert {path.name for path in FOLDER.iterdir()} <= names
+    names = re.compile(rf"reference\.json|cpu-op\.json|\w+-({'|'.join(PHASES)})\.json")
+    assert [path.name for path in FOLDER.iterdir() if not names.fullmatch(path.name)] == []
 
 
 def test_prose_is_kept_and_every_section_written() -> None:
@@ -169,12 +169,12 @@ def test_goals_by_hand() -> None:
 
 def test_what_misses_is_listed_with_its_figure() -> None:
     listed = misses(made_up(0.5))
-    assert "- first training step, empty cache, 2 cores: 30.0 s, goal 25.0 s\n" in listed
+    assert "- first training step, empty cache, 2 cores: 30.00 s, goal 25.00 s\n" in listed
     assert "- decode token of the layer, B = 8, against plain: 0.50, goal 0.30\n" in listed
     assert "flagship" not in listed
     slow = misses(made_up(1.1))
     assert "training step, the slowest case against graph" in slow
-    assert "training step of flagship: 53.9 ms, goal 32.0 ms" in slow
+    assert "training step of flagship: 53.90 ms, goal 32.00 ms" in slow
     assert "peak memory, training, cases above 1.00: small 1.10" in slow
     assert len(case_misses(made_up(1.1))) == 3
     assert case_misses(made_up(0.5)) == []

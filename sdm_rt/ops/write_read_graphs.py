@@ -109,7 +109,7 @@ class _CapturedCall:
         self._grads: Gradients | None = None
         self.taken_back = True
         """Whether the bank of this memory is no longer what the latest forward left."""
-        # Held, since PyTorch counts a Python storage once and for all: tensors alone tell who uses the memory.
+        # Held, since PyTorch counts a Python storage once and for all; beside it, only tensors count.
         self._storage = self.saved.untyped_storage()
         self._own_uses = _storage_uses(self._storage._cdata)
 

@@ -444,6 +444,22 @@ def test_the_op_itself_with_every_layout(machine: Machine) -> None:
     assert machine.replayed.count("forward") == 5  # int32 beside int64 is the shape of int64
 
 
+@pytest.mark.usefixtures("machine")
+def test_a_compiled_layer_is_not_replayed() -> None:
+    plain, replayed = layers()
+    torch._dynamo.reset()
+    compiled = torch.compile(replayed, backend="aot_eager", fullgraph=True)
+    for at in range(2):
+        x, y = (tokens(at).requires_grad_() for _ in range(2))
+        out = compiled(x)[0]
+        out.square().sum().backward()
+        want = plain(y)[0]
+        want.square().sum().backward()
+        assert_same([out.detach(), x.grad], [want.detach(), y.grad])
+        assert_same(list(gradients_of(replayed).values()), list(gradients_of(plain).values()))
+    assert captured_calls() == 0
+
+
 def test_asking_is_of_the_thread(machine: Machine) -> None:
     seen: list[int] = []
     with write_read_graphs.replayed_calls():

@@ -2,206 +2,120 @@
 //
 //     M1[s] = cpe(s) M0[s] + sum over K entries e of s of k_val_e exp(rex_e) delta[token(e)]
 //
-// One warp owns a slice of one row and is its only writer; rows are rounded to the bank's format once.
+// A block has delta of one column slice in shared memory; teams of LANES threads, a word of 16 bytes a thread, take
+// slots of the slice in turn, so a row's slice has one writer. Rows are rounded to the bank's format once.
 //
-// Macros  BANK (float, Bf16, Fp16), VECTOR (bank values of one load), LOADS (words of a thread under way at once),
-//         SNAPSHOT (0 none kept, 1 in the bank's format, 2 Bf16, 3 fp8, 4 int4).
-// Grid    (blocks of WARPS slots, P streams, slices of 32 * VECTOR * LOADS columns); with SNAPSHOT 3 or 4 one slice
-//         that a warp walks through, since a row has one scale.
-// Block   32 * WARPS threads.
+// Macros  BANK (float, Bf16, Fp16), VECTOR (bank values of one load: a word or 1), LANES (threads across a slice: 16, or
+//         8 where delta of a wider slice does not fit), SNAPSHOT (0 none kept, 1 in the bank's format, 2 Bf16).
+// Grid    (blocks that share the slots, P streams, slices of LANES words).
+// Block   THREADS threads.
 // Reads   delta [P, C, D]; slots [chunks, capacity], slot_count [chunks], write_terms [chunks, C W] of the slab;
 //         capacity = min(C W, S).
-// Writes  rows of memory [P*S, D] (row_stride values apart); snapshot [all chunks, capacity, D], row j for slot j
-//         (fp8: bytes; int4: [.., ceil(D / 2)] bytes, the even column in the low half); snapshot_scale [all chunks,
-//         capacity] (fp8, int4).
+// Writes  rows of memory [P*S, D] (row_stride values apart); snapshot [all chunks, capacity, D], row j for slot j.
 // Sums    terms in sorted order (token, then lane) onto the decayed row.
-// Shared  none.
+// Shared  dynamic: delta of the slice, [C, COLUMNS] floats.
 #include "entries.cuh"
-#include "snapshot.cuh"
+#define LOADS 1
+#include "rows.cuh"
+#undef LOADS
 
-#define WARPS 8
-#define SLICE (32 * VECTOR * LOADS)
+#define THREADS 512
+#define TEAMS (THREADS / LANES)
+#define AHEAD (VECTOR == 1 ? 2 : 6)  // slots of a team under way at once
+#define COLUMNS (LANES * WORD)
+#define PLANES (WORD / 4)
 
-using BankWord = Word<BANK, VECTOR>;
-
-// The words of this thread in a slice of a row.
-struct Words {
-    BankWord word[LOADS];
-
-    __device__ __forceinline__ void load(const BANK* row, int column, int D) {
-#pragma unroll
-        for (int l = 0; l < LOADS; ++l) {
-            const int at = column + l * 32 * VECTOR;
-            word[l] = BankWord{};
-            if (at < D) word[l] = ptx::load_global(reinterpret_cast<const BankWord*>(row + at));
-        }
-    }
-};
-
-// The larger; NaN where either is.
-static __device__ __forceinline__ float larger(float x, float y) {
-    return x != x || x > y ? x : y;
-}
-static __device__ __forceinline__ float warp_max(float x) {
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) x = larger(x, __shfl_xor_sync(0xffffffffu, x, distance));
-    return x;
+// Rows of delta lie in planes of four columns a word: the threads of a team read neighbouring words.
+static __device__ __forceinline__ float* plane(float* delta, int token, int column) {
+    return delta + token * COLUMNS + column / 4 % PLANES * (COLUMNS / PLANES) + column / WORD * 4;
 }
 
-#if SNAPSHOT >= 3
-// Calls visit(word's first column, its values) for every word of this thread in the row.
-template <class Visit>
-static __device__ __forceinline__ void visit_row(const BANK* row, Words& held, int first, int D, const Visit& visit) {
-    for (int slice = 0; slice < D; slice += SLICE) {
-        if (D > SLICE) held.load(row, slice + first, D);
-#pragma unroll
-        for (int l = 0; l < LOADS; ++l) {
-            const int at = slice + first + l * 32 * VECTOR;
-            if (at >= D) continue;
-            float value[VECTOR];
-            unpack<BANK, VECTOR>(held.word[l], value);
-            visit(at, value);
-        }
-    }
-}
-
-// Stores N bytes, a power of two, at an address that is a multiple of N.
-template <int N>
-static __device__ __forceinline__ void store_bytes(unsigned char* p, const unsigned char (&bytes)[N]) {
-    if constexpr (N == 1) {
-        *p = bytes[0];
-    } else {
-        typename WordOf<N>::type word;
-        memcpy(&word, bytes, N);
-        ptx::store_global(reinterpret_cast<typename WordOf<N>::type*>(p), word);
-    }
-}
-
-// Keeps the row as fp8 or int4. `held` holds the row's first slice, and holds it again afterwards.
-static __device__ __forceinline__ void quantize_row(const BANK* row, Words& held, int first, int D, unsigned char* out,
-                                                    float* scale_out) {
-    float largest = 0.0f;
-    visit_row(row, held, first, D, [&](int, const float (&value)[VECTOR]) {
-#pragma unroll
-        for (int c = 0; c < VECTOR; ++c) largest = larger(largest, fabsf(value[c]));
-    });
-    largest = warp_max(largest);
-#if SNAPSHOT == 3
-    const float scale = row_scale(largest, 448.0f);
-    visit_row(row, held, first, D, [&](int at, const float (&value)[VECTOR]) {
-        unsigned char bytes[VECTOR];
-#pragma unroll
-        for (int c = 0; c < VECTOR; ++c) bytes[c] = static_cast<unsigned char>(fp8_from_float(value[c] / scale));
-        store_bytes(out + at, bytes);
-    });
-#else
-    // Of two clips the one with the smaller squared error: a wide row loses less by clipping its largest values.
-    const float whole = row_scale(largest, 7.0f), clipped = row_scale(largest, 7.0f / 0.8f);
-    float error_whole = 0.0f, error_clipped = 0.0f;
-    visit_row(row, held, first, D, [&](int, const float (&value)[VECTOR]) {
-#pragma unroll
-        for (int c = 0; c < VECTOR; ++c) {
-            const float a = int4_level(value[c], whole) * whole - value[c];
-            const float b = int4_level(value[c], clipped) * clipped - value[c];
-            error_whole = fmaf(a, a, error_whole);
-            error_clipped = fmaf(b, b, error_clipped);
-        }
-    });
-    const float scale = warp_sum(error_clipped) < warp_sum(error_whole) ? clipped : whole;
-    visit_row(row, held, first, D, [&](int at, const float (&value)[VECTOR]) {
-#if VECTOR > 1
-        unsigned char bytes[VECTOR / 2];
-#pragma unroll
-        for (int c = 0; c < VECTOR; c += 2) {
-            const int low = static_cast<int>(int4_level(value[c], scale)) + 8;
-            const int high = static_cast<int>(int4_level(value[c + 1], scale)) + 8;
-            bytes[c / 2] = static_cast<unsigned char>(low | high << 4);
-        }
-        store_bytes(out + at / 2, bytes);
-#else
-        // Lanes of even columns write a byte; beyond the row its high half is level 0.
-        if (at % 2) return;
-        const float next = at + 1 < D ? to_float(row[at + 1]) : 0.0f;
-        const int low = static_cast<int>(int4_level(value[0], scale)) + 8;
-        const int high = static_cast<int>(int4_level(next, scale)) + 8;
-        out[at / 2] = static_cast<unsigned char>(low | high << 4);
-#endif
-    });
-#endif
-    if (threadIdx.x % 32 == 0) *scale_out = scale;
-    if (D > SLICE) held.load(row, first, D);
-    __syncwarp();  // the row is read across lanes before it is written
-}
-#endif
-
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 2)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     decay_write(BANK* memory, const float* delta, const SlotRecord* slots, const int* slot_count,
-                const WriteTerm* write_terms, void* snapshot, float* snapshot_scale, long long row_stride, int step,
-                int slab_step, int P, int C, int W, int S, int D, int shared_bank) {
-    const int p = blockIdx.y, j = blockIdx.x * WARPS + threadIdx.x / 32;
-    const int lane_column = threadIdx.x % 32 * VECTOR;
+                const WriteTerm* write_terms, void* snapshot, long long row_stride, int step, int slab_step, int P,
+                int C, int W, int S, int D, int shared_bank) {
+    float* const held = ptx::dynamic_shared<float>();  // [C, COLUMNS]
+    const int p = blockIdx.y, first = blockIdx.z * COLUMNS, lane = threadIdx.x % LANES;
+    const int column = first + lane * WORD, stride = gridDim.x * TEAMS;
     const long long n = static_cast<long long>(step - slab_step) * P + p;
     const long long capacity = min(static_cast<long long>(C) * W, static_cast<long long>(S));
-
-    // The slots and the rows are older than the launch before this one: delta alone is not.
-    if (j >= slot_count[n]) {
-        ptx::pdl_wait();
-        return;
-    }
-    const SlotRecord slot = slots[n * capacity + j];
+    const long long kept = (static_cast<long long>(step) * P + p) * capacity;
+    const int count = slot_count[n];
     const long long first_slot = shared_bank ? 0 : static_cast<long long>(p) * S;
-    BANK* const row = memory + (first_slot + slot.slot) * row_stride;
+    BANK* const rows = memory + first_slot * row_stride;
     delta += static_cast<long long>(p) * C * D;
-    write_terms += n * C * W + slot.first;
-    const long long kept = (static_cast<long long>(step) * P + p) * capacity + j;
+    slots += n * capacity;
+    write_terms += n * C * W;
 
-    Words held;
-    held.load(row, blockIdx.z * SLICE + lane_column, D);
+    // Slots, terms and rows are older than the launch before this one: delta alone is not.
+    const int begin = blockIdx.x * TEAMS + threadIdx.x / LANES;
+    SlotRecord slot[AHEAD];
+    WriteTerm term[AHEAD];
+    RowSlice<BANK> row[AHEAD];
+    const auto load = [&](int j) {
+#pragma unroll
+        for (int a = 0; a < AHEAD; ++a) {
+            const int at = j + a * stride;
+            slot[a] = at < count ? slots[at] : SlotRecord{0, 0, 0, 0.0f};
+        }
+#pragma unroll
+        for (int a = 0; a < AHEAD; ++a)
+            if (slot[a].count > 0) {
+                row[a].load(rows + slot[a].slot * row_stride, column, D);
+                term[a] = write_terms[slot[a].first];
+            }
+    };
+    load(begin);
     ptx::pdl_wait();
-#if SNAPSHOT == 3
-    quantize_row(row, held, lane_column, D, static_cast<unsigned char*>(snapshot) + kept * D, snapshot_scale + kept);
-#elif SNAPSHOT == 4
-    quantize_row(row, held, lane_column, D, static_cast<unsigned char*>(snapshot) + kept * ((D + 1) / 2),
-                 snapshot_scale + kept);
-#endif
-    for (int slice = blockIdx.z * SLICE; slice < D; slice += gridDim.z * SLICE) {
-        const int column = slice + lane_column;
-        if (slice >= static_cast<int>(gridDim.z) * SLICE) held.load(row, column, D);
-        float value[LOADS][VECTOR];
+    for (int cell = threadIdx.x; cell < C * (COLUMNS / 4); cell += THREADS) {
+        const int token = cell / (COLUMNS / 4), at = cell % (COLUMNS / 4) * 4;
+        const float* const from = delta + static_cast<long long>(token) * D + first + at;
+        float* const to = plane(held, token, at);
+        if (D % 4 == 0 && first + at < D) {
+            ptx::copy_async_16(to, from);
+        } else {
 #pragma unroll
-        for (int l = 0; l < LOADS; ++l) {
-            unpack<BANK, VECTOR>(held.word[l], value[l]);
-#if SNAPSHOT == 1 || SNAPSHOT == 2
-            const int at = column + l * 32 * VECTOR;
-            if (at < D) {
+            for (int c = 0; c < 4; ++c) {
+                if (first + at + c < D)
+                    ptx::copy_async_4(to + c, from + c);
+                else
+                    to[c] = 0.0f;
+            }
+        }
+    }
+    ptx::copy_commit();
+    ptx::copy_wait<0>();
+    __syncthreads();
+
+    for (int j = begin; j < count; j += AHEAD * stride) {
+        if (j > begin) load(j);
+#pragma unroll
+        for (int a = 0; a < AHEAD; ++a) {
+            if (slot[a].count == 0) break;
+            float value[WORD];
+            row[a].word(0, value);
 #if SNAPSHOT == 1
-                ptx::store_global(reinterpret_cast<BankWord*>(static_cast<BANK*>(snapshot) + kept * D + at),
-                                  held.word[l]);
-#else
-                store_values(static_cast<Bf16*>(snapshot) + kept * D + at, value[l]);
-#endif
-            }
+            row[a].store(static_cast<BANK*>(snapshot) + (kept + j + a * stride) * D, column, D);
+#elif SNAPSHOT == 2
+            store_word(static_cast<Bf16*>(snapshot) + (kept + j + a * stride) * D, column, D, value);
 #endif
 #pragma unroll
-            for (int c = 0; c < VECTOR; ++c) value[l][c] *= slot.cpe;
-        }
-        for (int e = 0; e < slot.count; ++e) {
-            const WriteTerm term = write_terms[e];
+            for (int c = 0; c < WORD; ++c) value[c] *= slot[a].cpe;
+            WriteTerm now = term[a];
+            for (int e = 0; e < slot[a].count; ++e) {
+                const WriteTerm next = write_terms[slot[a].first + min(e + 1, slot[a].count - 1)];
 #pragma unroll
-            for (int l = 0; l < LOADS; ++l) {
-                const int at = column + l * 32 * VECTOR;
-                if (at >= D) continue;
-                float change[VECTOR];
-                load_floats(delta + static_cast<long long>(term.token()) * D + at, change);
-#pragma unroll
-                for (int c = 0; c < VECTOR; ++c) value[l][c] = fmaf(term.weight, change[c], value[l][c]);
+                for (int h = 0; h < PLANES; ++h) {
+                    const float4 change =
+                        *reinterpret_cast<const float4*>(plane(held, now.token(), lane * WORD + 4 * h));
+                    value[4 * h] = fmaf(now.weight, change.x, value[4 * h]);
+                    value[4 * h + 1] = fmaf(now.weight, change.y, value[4 * h + 1]);
+                    value[4 * h + 2] = fmaf(now.weight, change.z, value[4 * h + 2]);
+                    value[4 * h + 3] = fmaf(now.weight, change.w, value[4 * h + 3]);
+                }
+                now = next;
             }
-        }
-#pragma unroll
-        for (int l = 0; l < LOADS; ++l) {
-            const int at = column + l * 32 * VECTOR;
-            if (at >= D) continue;
-            store_values(row + at, value[l]);
+            store_word(rows + slot[a].slot * row_stride, column, D, value);
         }
     }
 }

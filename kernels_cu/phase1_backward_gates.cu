@@ -24,26 +24,15 @@
 // Sums    grad_x: compensated; dl from the slot's last token down, in a token its K entries, then its Q entries, each
 //         from the last; then the sum of dr, then d_tot. Over a token's writes: lane l of a warp takes writes l,
 //         l + 32, .., compensated, then a butterfly.
-// Shared  dynamic, with stage_outputs: grad_k_val, then grad_q_val, then grad_x of the chunk, one after the other on
-//         their way from sorted to token order. The largest of the three.
+// Shared  static: the list of slots with several entries. Dynamic, with stage_outputs: grad_k_val, then grad_q_val, then
+//         grad_x of the chunk, one after the other on their way from sorted to token order. The largest of the three.
 #include "chunk.cuh"
 #include "phase1_backward.cuh"
 
 #define THREADS 256
 #define WARPS (THREADS / 32)
 #define BATCH 4  // entries or slots of a thread under way at once
-
-// A written slot and its last K and Q entries.
-struct Ending {
-    SlotRecord slot;
-    int2 reads;
-    float d_total;
-    int code;
-    LogDecay log;
-    float log_sum;
-    int read_token;
-    float read_log_sum;
-};
+#define LISTED 4096  // slots looked at before those on the list
 
 template <class T>
 static __device__ __forceinline__ void clear(T* x, int count) {
@@ -73,6 +62,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                           const float* d_tot, const void* lengths, const void* cu_seqlens, float* value_sums,
                           float* log_sums, float* gate_gradients, BANK* grad_k_val, BANK* grad_q_val, float* grad_g,
                           int P, int T, int C, int W, int R, int S, int grad_gates, int wide, int stage_outputs) {
+    __shared__ unsigned short list[LISTED];
+    __shared__ int listed;
     const long long n = blockIdx.x;
     const Chunk chunk = chunk_at(n, P, T, C, lengths, cu_seqlens, wide);
     const long long k_base = n * C * W, q_base = n * C * R;
@@ -176,31 +167,54 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         x_out = gate_gradients + k_base;
     clear(x_out, (stage_outputs || summed ? C : chunk.rows) * W);
     __syncthreads();
-    for (int base = threadIdx.x; base < written; base += BATCH * THREADS) {
-        Ending ending[BATCH];
+    // Slots with one K entry and at most one Q entry at once; the others, which take turns, go on a list.
+    for (int tile = 0; tile < written; tile += LISTED) {
+        if (threadIdx.x == 0) listed = 0;
+        __syncthreads();
+        const int tile_end = min(tile + LISTED, written);
+        for (int base = tile + threadIdx.x; base < tile_end; base += BATCH * THREADS) {
+            SlotRecord slot[BATCH];
+            int2 span[BATCH];
+            float d_total[BATCH], sum[BATCH], read_sum[BATCH];
+            int code[BATCH], read_token[BATCH];
+            bool erases[BATCH];
 #pragma unroll
-        for (int b = 0; b < BATCH; ++b) {
-            const int s = base + b * THREADS < written ? base + b * THREADS : base;
-            ending[b].slot = slots[s];
-            ending[b].reads = slot_reads[s];
-            ending[b].d_total = d_tot != nullptr ? d_tot[slot_base + s] : 0.0f;
+            for (int b = 0; b < BATCH; ++b) {
+                const int s = base + b * THREADS < tile_end ? base + b * THREADS : base;
+                slot[b] = slots[s], span[b] = slot_reads[s];
+                d_total[b] = d_tot != nullptr ? d_tot[slot_base + s] : 0.0f;
+            }
+#pragma unroll
+            for (int b = 0; b < BATCH; ++b) {
+                const int k = slot[b].first;
+                code[b] = write_terms[k].code, sum[b] = log_sums[k];
+                erases[b] = write_entries[k].log().erasures != 0;
+                read_token[b] = -1, read_sum[b] = 0.0f;
+                if (span[b].y == 1)
+                    read_token[b] = read_terms[span[b].x].token(), read_sum[b] = read_log_sums[span[b].x];
+            }
+#pragma unroll
+            for (int b = 0; b < BATCH; ++b) {
+                const int s = base + b * THREADS, token = entry_token(code[b]);
+                if (s >= tile_end) break;
+                if (slot[b].count > 1 || span[b].y > 1) {
+                    list[atomicAdd(&listed, 1)] = static_cast<unsigned short>(s - tile);
+                    continue;
+                }
+                CompensatedSum gradient = empty_sum();
+                gradient.add(sum[b]);
+                if (read_token[b] >= token) gradient.add(read_sum[b]);
+                gradient.add(d_total[b]);
+                x_out[token * W + entry_lane(code[b])] = erases[b] ? 0.0f : gradient.total();
+            }
         }
-#pragma unroll
-        for (int b = 0; b < BATCH; ++b) {
-            const int k = ending[b].slot.first + ending[b].slot.count - 1;
-            ending[b].code = write_terms[k].code;
-            ending[b].log = write_entries[k].log();
-            ending[b].log_sum = log_sums[k];
-            const int q = ending[b].reads.x + ending[b].reads.y - 1;
-            if (ending[b].reads.y > 0)
-                ending[b].read_token = read_terms[q].token(), ending[b].read_log_sum = read_log_sums[q];
-        }
-#pragma unroll
-        for (int b = 0; b < BATCH; ++b) {
-            if (base + b * THREADS >= written) break;
-            const SlotRecord slot = ending[b].slot;
-            const int last = slot.first + slot.count - 1, first_read = ending[b].reads.x;
-            const int last_read = first_read + ending[b].reads.y - 1;
+        __syncthreads();
+        for (int i = threadIdx.x; i < listed; i += THREADS) {
+            const int s = tile + list[i];
+            const SlotRecord slot = slots[s];
+            const int2 span = slot_reads[s];
+            const float d_total = d_tot != nullptr ? d_tot[slot_base + s] : 0.0f;
+            const int last = slot.first + slot.count - 1;
             if (slot.count > 1) {
                 CompensatedSum before = empty_sum();
                 for (int k = slot.first; k <= last; ++k) {
@@ -210,23 +224,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                 }
             }
             CompensatedSum from_here = empty_sum();
-            int q = last_read, code = ending[b].code;
-            LogDecay log = ending[b].log;
+            int q = span.x + span.y, code = write_terms[last].code;
+            LogDecay log = write_entries[last].log();
             for (int k = last; k >= slot.first; --k) {
                 const bool first = k == slot.first;
                 const int code_before = first ? 0 : write_terms[k - 1].code;
                 const LogDecay log_before = first ? no_decay() : write_entries[k - 1].log();
                 const int token = entry_token(code);
-                from_here.add(k == last ? ending[b].log_sum : log_sums[k]);
+                from_here.add(log_sums[k]);
                 if (first || entry_token(code_before) != token) {
-                    for (; q >= first_read; --q) {
-                        const bool held = q == last_read;
-                        if ((held ? ending[b].read_token : read_terms[q].token()) < token) break;
-                        from_here.add(held ? ending[b].read_log_sum : read_log_sums[q]);
-                    }
+                    for (; q > span.x && read_terms[q - 1].token() >= token; --q) from_here.add(read_log_sums[q - 1]);
                     CompensatedSum gradient = from_here;
                     if (slot.count > 1) gradient.add(value_sums[k]);
-                    gradient.add(ending[b].d_total);
+                    gradient.add(d_total);
                     const bool erases = log.erasures != log_before.erasures;
                     x_out[token * W + entry_lane(code)] = erases ? 0.0f : gradient.total();
                 }
@@ -234,9 +244,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                 log = log_before;
             }
         }
+        __syncthreads();
     }
 
-    if (stage_outputs || summed) __syncthreads();
     if (summed) {
         const int lane = threadIdx.x & 31;
         for (int token = threadIdx.x >> 5; token < chunk.rows; token += WARPS) {

@@ -91,23 +91,37 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
     Run carry{0, 0};  // of the tiles before, the same in every thread
     int writes_before = 0, slots_before = 0, read_slots_before = 0;
-    int code = threadIdx.x < entries ? ptx::load_readonly(payload + threadIdx.x) : 0;
+    // Codes are fetched two tiles ahead, weights and gates one.
+    const auto code_at = [&](int at) { return at < entries ? ptx::load_readonly(payload + at) : 0; };
+    const auto value_of = [&](int code) {
+        const long long row = chunk.first_row + entry_token(code);
+        if (!(code & IS_VALID)) return BANK{};
+        return code & IS_QUERY ? q_val[row * R + entry_lane(code)] : k_val[row * W + entry_lane(code)];
+    };
+    const auto gate_of = [&](int code) {
+        const long long row = chunk.first_row + entry_token(code);
+        if (!(code & IS_OWNER)) return 0.0f;
+        return ptx::load_readonly(gates == 1 ? g + row : g + row * W + entry_lane(code));
+    };
+    int code = code_at(threadIdx.x), next_code = code_at(threadIdx.x + THREADS);
+    BANK next_value = value_of(code);
+    float next_gate = gate_of(code);
     for (int tile = 0; tile < entries; tile += THREADS) {
         const int at = tile + threadIdx.x;
-        const int after = at + 1 < entries ? ptx::load_readonly(payload + at + 1) : 0;
-        const int upcoming = at + THREADS < entries ? ptx::load_readonly(payload + at + THREADS) : 0;
+        const int after = code_at(at + 1), upcoming = code_at(at + 2 * THREADS);
+        const float value = to_float(next_value), gate = next_gate;
+        next_value = value_of(next_code);
+        next_gate = gate_of(next_code);
         const int token = entry_token(code), lane = entry_lane(code);
         const bool valid = code & IS_VALID, query = code & IS_QUERY, write = valid && !query;
         const long long row = chunk.first_row + token;
-        float value = 0.0f;
-        if (valid) value = to_float(query ? q_val[row * R + lane] : k_val[row * W + lane]);
 
         Run run{0, 0};
         if (valid) {
             run.fields = 1ull << (query ? Run::READS : 0);
             if (code & IS_HEAD) run.fields |= 1ull << Run::HEAD;
             if (code & IS_OWNER) {
-                const LogDecay x = gate_decay(ptx::load_readonly(gates == 1 ? g + row : g + row * W + lane));
+                const LogDecay x = gate_decay(gate);
                 run.fixed = x.fixed;
                 run.fields += static_cast<unsigned long long>(x.erasures) << Run::ERASURES;
                 run.fields += static_cast<unsigned long long>(x.nans) << Run::NANS;
@@ -188,7 +202,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                         ReadSlot{place, first_query, run.reads(), run.writes() > 0 ? 1 : 0};
             }
         }
-        code = upcoming;
+        code = next_code;
+        next_code = upcoming;
         __syncthreads();
     }
 

@@ -27,7 +27,7 @@ static __device__ __forceinline__ float fp8_to_float(unsigned bits) {
     return __uint_as_float(sign | ((rest + (120u << 3)) << 20));
 }
 
-// A level in -7..7, stored as level + 8 in four bits.
-static __device__ __forceinline__ float int4_level(float x, float scale) {
-    return fminf(fmaxf(rintf(x / scale), -7.0f), 7.0f);
+// The level in -7..7 of a value in units of its row's scale, stored as level + 8 in four bits.
+static __device__ __forceinline__ float int4_level(float x) {
+    return fminf(fmaxf(rintf(x), -7.0f), 7.0f);
 }

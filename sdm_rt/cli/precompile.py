@@ -13,7 +13,13 @@ from pathlib import Path
 from sdm_rt.errors import MissingDependencyError
 from sdm_rt.plan.decode import decode_kernel
 from sdm_rt.plan.device import PRESETS, DeviceModel
-from sdm_rt.plan.forward import PRODUCT_COLUMNS, decay_write_kernel, dual_matmul_kernel, gather_kernel
+from sdm_rt.plan.forward import (
+    PRODUCT_COLUMNS,
+    WRITE_LANES,
+    decay_write_kernel,
+    dual_matmul_kernel,
+    gather_kernel,
+)
 from sdm_rt.plan.phase1 import phase1_kernels
 from sdm_rt.plan.shapes import BANK_DTYPES, INDEX_DTYPES, DecodeShape, WriteReadShape, dtype_bytes
 from sdm_rt.plan.topk import TopkShape, topk_kernel
@@ -94,7 +100,7 @@ def _specs(shape: WriteReadShape, target: str) -> Iterator[KernelSpec]:
         yield gather_kernel(wanted)
         for training in (False, True):
             call = replace(wanted, training=training)
-            yield decay_write_kernel(call, pdl)
+            yield from (decay_write_kernel(call, lanes, pdl) for lanes in WRITE_LANES)
             for columns, triggers in product(PRODUCT_COLUMNS, sorted({False, pdl})):
                 yield dual_matmul_kernel(call, columns, triggers)
     root = isqrt(shape.slots)

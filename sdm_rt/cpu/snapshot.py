@@ -29,7 +29,7 @@ def _row_scale(rows: Tensor, largest: float) -> Tensor:
 def _quantize_int4(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return scale [n, 1] and levels [n, D] in -7..7; of two clips, each row takes the more exact one."""
     scales = [_row_scale(rows, _INT4_MAX / clip) for clip in _INT4_CLIPS]
-    levels = [(rows / scale).round().clamp(-_INT4_MAX, _INT4_MAX) for scale in scales]
+    levels = [(rows * scale.reciprocal()).round().clamp(-_INT4_MAX, _INT4_MAX) for scale in scales]
     errors = [
         (level * scale - rows).square().sum(1, keepdim=True)
         for level, scale in zip(levels, scales, strict=True)
@@ -89,7 +89,7 @@ class RowSnapshot:
         if self.mode == "fp8":
             scale = _row_scale(rows, _FP8_MAX)
             # The bfloat16 scale may be a little below amax / 448; beyond 448 e4m3fn has only NaN.
-            self.payload[start:end] = (rows / scale).clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
+            self.payload[start:end] = (rows * scale.reciprocal()).clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
         else:
             scale, levels = _quantize_int4(rows)
             nibbles = torch.nn.functional.pad(levels + 8.0, (0, rows.shape[1] % 2), value=8.0).to(torch.uint8)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from sdm_rt.errors import UnsupportedConfigurationError
 from sdm_rt.plan.buffer import Buffer, total_bytes
 from sdm_rt.plan.device import DeviceModel, require_supported
@@ -25,11 +27,14 @@ from sdm_rt.runtime.kernel import KernelSpec
 __all__ = [
     "PRODUCT_COLUMNS",
     "PRODUCT_TILE",
+    "QUANTIZED",
     "TRIGGER_MAX_CHUNK",
+    "WRITE_LANES",
     "decay_write_kernel",
     "dual_matmul_kernel",
     "forward_constants",
     "gather_kernel",
+    "keep_rows_kernel",
     "kept_buffers",
     "plan_forward",
     "snapshot_code",
@@ -43,8 +48,10 @@ GATHER_ROW_THREADS = 128  # most threads across a row
 GATHER_GROUPS = 32  # most rows side by side
 PRODUCT_TILE = 64
 PRODUCT_COLUMNS = (32, 16)  # of a dual matmul block; the wider where it still gives every SM a block
-WRITE_WARPS = 8
-WRITE_LOADS = 4  # words of a row a thread holds
+WRITE_THREADS = 512
+WRITE_LANES = (16, 8)  # words of a column slice; the wider where its delta fits shared memory
+KEEP_WARPS = 8
+QUANTIZED = ("fp8", "int4")
 SNAPSHOT_CODES = {"none": "1", "bf16": "2", "fp8": "3", "int4": "4"}
 
 STEPS = (
@@ -163,11 +170,6 @@ def _dual_matmul(shape: WriteReadShape, triggers: bool, device: DeviceModel) -> 
     )
 
 
-def write_loads(shape: WriteReadShape) -> int:
-    """Return the words of a row that a thread of the decay-and-write holds: a power of two up to four."""
-    return min(WRITE_LOADS, _power_of_two(ceil_div(shape.head_dim, 32 * vector_values(shape))))
-
-
 def snapshot_code(shape: WriteReadShape) -> str:
     """Return how the kernels number the format of the rows that a call keeps (kernels_cu/decay_write.cu)."""
     if not shape.training:
@@ -177,51 +179,119 @@ def snapshot_code(shape: WriteReadShape) -> str:
     return SNAPSHOT_CODES[kept]
 
 
-def decay_write_kernel(shape: WriteReadShape, pdl: bool) -> KernelSpec:
-    """Return the translation unit of the decay-and-write, with or without programmatic dependent launch."""
+def _word_or_value(shape: WriteReadShape) -> int:
+    """Return the bank values of one load of kernels that take a whole word, or single values."""
+    word = WORD_BYTES // dtype_bytes(shape.bank_dtype)
+    return word if vector_values(shape) == word else 1
+
+
+def quantizes(shape: WriteReadShape) -> bool:
+    """Return whether a call keeps rows that have one scale each."""
+    return shape.training and shape.snapshot in QUANTIZED
+
+
+def keep_rows_kernel(shape: WriteReadShape) -> KernelSpec:
+    """Return the translation unit that keeps rows as fp8 or int4."""
     return KernelSpec(
-        "decay_write.cu",
-        ("decay_write",),
+        "keep_rows.cu",
+        ("keep_rows",),
         (
             ("BANK", kernel_type(shape.bank_dtype)),
-            ("LOADS", str(write_loads(shape))),
-            *pdl_defines(waits=pdl),
             ("SNAPSHOT", snapshot_code(shape)),
-            ("VECTOR", str(vector_values(shape))),
+            ("VECTOR", str(_word_or_value(shape))),
         ),
     )
 
 
-def _decay_write(shape: WriteReadShape, pdl: bool) -> Launch:
-    slice_columns = 32 * vector_values(shape) * write_loads(shape)
-    slots = capacity(shape)
+def _keep_rows(shape: WriteReadShape) -> Launch:
     floor = shape.write_rows * shape.row_bytes
-    kept = shape.write_rows * shape.snapshot_row_bytes if shape.training else 0
-    small = shape.write_rows * RECORD_BYTES + shape.step_tokens * (
-        RECORD_BYTES * shape.writes + 4 * shape.head_dim
-    )
-    whole_rows = shape.training and shape.snapshot in ("fp8", "int4")  # one scale a row
-    slices = 1 if whole_rows else ceil_div(shape.head_dim, slice_columns)
-    reads = ("memory", "delta", "slots", "slot_count", "write_terms")
-    writes = ("memory", "snapshot", "snapshot_scale")
+    kept = shape.write_rows * shape.snapshot_row_bytes
+    reads = ("memory", "slots", "slot_count")
     return Launch(
-        name="decay_write",
-        kernel=decay_write_kernel(shape, pdl),
-        entry="decay_write",
-        grid=(ceil_div(slots, WRITE_WARPS), shape.streams, slices),
-        block=(32 * WRITE_WARPS, 1, 1),
+        name="keep_rows",
+        kernel=keep_rows_kernel(shape),
+        entry="keep_rows",
+        grid=(ceil_div(capacity(shape), KEEP_WARPS), shape.streams, 1),
+        block=(32 * KEEP_WARPS, 1, 1),
         arguments=(
-            *pointers("memory", *reads[1:], *writes[1:]),
+            *pointers(*reads, "snapshot", "snapshot_scale"),
             Argument("row_stride", "int64"),
             *STEPS,
             *int32s("P", "C", "W", "S", "D", "shared_bank"),
         ),
         reads=reads,
-        writes=writes,
+        writes=("snapshot", "snapshot_scale"),
+        bytes_moved=floor + kept + RECORD_BYTES * shape.write_rows,
+        floor_bytes=kept,
+        note="one warp a slot: a row has one scale",
+    )
+
+
+def write_lanes(shape: WriteReadShape, device: DeviceModel) -> int:
+    """Return the words of a column slice of the decay-and-write, whose delta shared memory holds."""
+    wide, narrow = WRITE_LANES
+    words = ceil_div(shape.head_dim, WORD_BYTES // dtype_bytes(shape.bank_dtype))
+    fits = write_slice_bytes(shape, wide) <= device.shared_memory_per_block
+    return wide if words > narrow and fits else narrow
+
+
+def write_slice_bytes(shape: WriteReadShape, lanes: int) -> int:
+    """Return the bytes of delta [C, columns of a slice] in float32."""
+    return 4 * shape.chunk * lanes * WORD_BYTES // dtype_bytes(shape.bank_dtype)
+
+
+def decay_write_kernel(shape: WriteReadShape, lanes: int, pdl: bool) -> KernelSpec:
+    """Return the translation unit of the decay-and-write for slices of ``lanes`` words."""
+    return KernelSpec(
+        "decay_write.cu",
+        ("decay_write",),
+        (
+            ("BANK", kernel_type(shape.bank_dtype)),
+            ("LANES", str(lanes)),
+            *pdl_defines(waits=pdl),
+            ("SNAPSHOT", "0" if quantizes(shape) else snapshot_code(shape)),
+            ("VECTOR", str(_word_or_value(shape))),
+        ),
+    )
+
+
+def _decay_write(shape: WriteReadShape, device: DeviceModel) -> Launch:
+    lanes = write_lanes(shape, device)
+    slots = capacity(shape)
+    slices = ceil_div(shape.row_bytes, lanes * WORD_BYTES)
+    floor = shape.write_rows * shape.row_bytes
+    kept = shape.write_rows * shape.snapshot_row_bytes if shape.training and not quantizes(shape) else 0
+    small = shape.write_rows * RECORD_BYTES + shape.step_tokens * (
+        RECORD_BYTES * shape.writes + 4 * shape.head_dim
+    )
+    reads = ("memory", "delta", "slots", "slot_count", "write_terms")
+    launch = Launch(
+        name="decay_write",
+        kernel=decay_write_kernel(shape, lanes, device.pdl),
+        entry="decay_write",
+        grid=(1, shape.streams, slices),
+        block=(WRITE_THREADS, 1, 1),
+        arguments=(
+            *pointers(*reads, "snapshot"),
+            Argument("row_stride", "int64"),
+            *STEPS,
+            *int32s("P", "C", "W", "S", "D", "shared_bank"),
+        ),
+        reads=reads,
+        writes=("memory", "snapshot"),
         bytes_moved=2 * floor + kept + small,
         floor_bytes=floor + kept,
-        pdl=pdl,
-        note="one warp a slot, its row loaded before the wait for delta",
+        shared_memory=write_slice_bytes(shape, lanes),
+        pdl=device.pdl,
+    )
+    # One wave of blocks: each fetches delta once. A block has no fewer than two slots a team.
+    share = launch.occupancy(device).wave(device) // (shape.streams * slices)
+    most = ceil_div(slots, 2 * WRITE_THREADS // lanes)
+    splits = max(1, min(share, most))
+    return replace(
+        launch,
+        grid=(splits, shape.streams, slices),
+        note=f"{lanes} words of every row a block, {splits} blocks a slice; rows loaded before the wait",
     )
 
 
@@ -255,7 +325,8 @@ def kept_buffers(shape: WriteReadShape) -> tuple[Buffer, ...]:
 def plan_forward(shape: WriteReadShape, device: DeviceModel, schedule: str | None = None) -> StepPlan:
     """Plan the forward (math.md "The chunked form"): Phase 1 for each slab of steps, then its steps.
 
-    The steps are three launches each, or one launch for all steps of a slab (`sdm_rt.plan.persistent`).
+    The steps are three launches each, four with a quantized snapshot, or one launch for all steps of a slab
+    (`sdm_rt.plan.persistent`).
 
     Where the GPU has PDL, the decay-and-write follows the dual matmul as a programmatic dependent; the dual
     matmul triggers it early only at chunk sizes up to 64 and where the decay-and-write is one wave of blocks.
@@ -289,7 +360,7 @@ def plan_forward(shape: WriteReadShape, device: DeviceModel, schedule: str | Non
         )
     if shape.streams == 0 or shape.tokens == 0:
         return StepPlan("forward", device, shape, steps=0, first_step=(), step=())
-    decay_write = _decay_write(shape, device.pdl)
+    decay_write = _decay_write(shape, device)
     wave = decay_write.occupancy(device).wave(device)
     triggers = device.pdl and shape.chunk <= TRIGGER_MAX_CHUNK and decay_write.blocks <= wave
     slab = slab_steps(shape, device)
@@ -299,6 +370,7 @@ def plan_forward(shape: WriteReadShape, device: DeviceModel, schedule: str | Non
     persistent, note = choose_schedule(shape, device, step, slab, schedule)
     if persistent is None:
         notes = [f"decay_write: {decay_write.blocks} blocks, {wave} fit the GPU at once"]
+        step = (_keep_rows(shape), *step) if quantizes(shape) else step
     else:
         notes, step, prologue = [], (), (*prologue, persistent)
         buffers = tuple(buffer for buffer in buffers if buffer.name not in IN_SHARED_MEMORY)

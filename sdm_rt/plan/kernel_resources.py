@@ -47,6 +47,8 @@ class KernelResources:
 
 # (threads of the largest block, resident blocks per SM) of __launch_bounds__, by kernel file.
 BUDGETS: dict[str, tuple[int, int]] = {
+    "decay_write.cu": (512, 1),
+    "keep_rows.cu": (256, 2),
     "gwr.cu": (512, 1),
     "du_update.cu": (256, 1),
     "phase_a.cu": (256, 2),

@@ -28,7 +28,15 @@ from sdm_rt.plan.backward import (
     phase_a_kernel,
 )
 from sdm_rt.plan.decode import GROUPS, decode_kernel
-from sdm_rt.plan.forward import PRODUCT_COLUMNS, decay_write_kernel, dual_matmul_kernel, gather_kernel
+from sdm_rt.plan.forward import (
+    PRODUCT_COLUMNS,
+    QUANTIZED,
+    WRITE_LANES,
+    decay_write_kernel,
+    dual_matmul_kernel,
+    gather_kernel,
+    keep_rows_kernel,
+)
 from sdm_rt.plan.kernel_resources import FIGURES, TABLE, resource_key
 from sdm_rt.plan.persistent import NO_ROW_SCALE, persistent_kernels
 from sdm_rt.plan.phase1 import phase1_kernels
@@ -101,9 +109,14 @@ def _forward_variants(pdl: bool) -> Iterator[KernelSpec]:
         for shape in _forward_shapes(training=training, snapshot=snapshot):
             for columns, triggers in product(PRODUCT_COLUMNS, {False, pdl}):
                 yield dual_matmul_kernel(shape, columns, triggers)
-            yield decay_write_kernel(shape, pdl)
+            for lanes in WRITE_LANES:
+                yield decay_write_kernel(shape, lanes, pdl)
+            if training and snapshot in QUANTIZED:
+                yield keep_rows_kernel(shape)
             if pdl and snapshot in NO_ROW_SCALE:  # GPUs with PDL have clusters
-                yield from persistent_kernels(shape, gather_kernel(shape), decay_write_kernel(shape, pdl))
+                yield from persistent_kernels(
+                    shape, gather_kernel(shape), decay_write_kernel(shape, WRITE_LANES[0], pdl)
+                )
 
 
 def _phase1_backward_variants() -> Iterator[KernelSpec]:

@@ -26,8 +26,7 @@ from tests.problems import Problem, make_problem
 from tests.tolerances import TOLERANCES, relative_error
 
 W, R, T, S = 3, 2, 3, 8
-WARP = 32
-LOADS = (1, 2, 3, 4)  # words of a row that a thread of decay_write holds
+WRITE_WORDS = (1, 9)  # words of a row from which decay_write takes narrower and wider slices
 GATHER_WORDS = (1, 17, 33, 65)  # words of a row from which gather takes fewer rows side by side
 WORD_BYTES = 16
 ONE_SM = {name: replace(preset(name), sm_count=1) for name in ("h100", "a100")}
@@ -85,8 +84,8 @@ def cases() -> Iterator[Case]:
             for words in GATHER_WORDS:
                 D = first_multiple((words - 1) * largest + 1, vector, largest)
                 yield from (Case(dtype, D, ONE_SM["h100"], index) for index in INDEX_DTYPES)
-            for loads in LOADS:
-                D = first_multiple((loads - 1) * WARP * vector + 1, vector, largest)
+            for words in WRITE_WORDS if vector in (1, largest) else ():
+                D = first_multiple((words - 1) * largest + 1, vector, largest)
                 yield Case(dtype, D, ONE_SM["h100"])
                 for snapshot in SNAPSHOTS:
                     yield Case(dtype, D, ONE_SM["h100"], training=True, snapshot=snapshot)

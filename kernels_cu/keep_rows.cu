@@ -1,0 +1,143 @@
+// Keeps the rows of the chunk's slots as fp8 or int4, before the step changes them: one scale a row.
+//
+// Macros  BANK (float, Bf16, Fp16), VECTOR (bank values of one load), SNAPSHOT (3 fp8, 4 int4).
+// Grid    (blocks of WARPS slots, P streams).
+// Block   32 * WARPS threads: a slot a warp, which walks through its row.
+// Reads   rows of memory [P*S, D] (row_stride values apart); slots [chunks, capacity], slot_count [chunks];
+//         capacity = min(C W, S).
+// Writes  snapshot [all chunks, capacity, D], row j for slot j (fp8: bytes; int4: [.., ceil(D / 2)] bytes, the even
+//         column in the low half); snapshot_scale [all chunks, capacity].
+// Shared  none.
+#include "entries.cuh"
+#include "snapshot.cuh"
+
+#define WARPS 8
+#define LOADS 4  // words of a thread under way at once
+#define SLICE (32 * VECTOR * LOADS)
+
+using BankWord = Word<BANK, VECTOR>;
+
+// The words of this thread in a slice of a row.
+struct Words {
+    BankWord word[LOADS];
+
+    __device__ __forceinline__ void load(const BANK* row, int column, int D) {
+#pragma unroll
+        for (int l = 0; l < LOADS; ++l) {
+            const int at = column + l * 32 * VECTOR;
+            word[l] = BankWord{};
+            if (at < D) word[l] = ptx::load_global(reinterpret_cast<const BankWord*>(row + at));
+        }
+    }
+};
+
+// The larger; NaN where either is.
+static __device__ __forceinline__ float larger(float x, float y) {
+    return x != x || x > y ? x : y;
+}
+static __device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) x = larger(x, __shfl_xor_sync(0xffffffffu, x, distance));
+    return x;
+}
+
+// Calls visit(word's first column, its values) for every word of this thread in the row.
+template <class Visit>
+static __device__ __forceinline__ void visit_row(const BANK* row, Words& held, int first, int D, const Visit& visit) {
+    for (int slice = 0; slice < D; slice += SLICE) {
+        if (D > SLICE) held.load(row, slice + first, D);
+#pragma unroll
+        for (int l = 0; l < LOADS; ++l) {
+            const int at = slice + first + l * 32 * VECTOR;
+            if (at >= D) continue;
+            float value[VECTOR];
+            unpack<BANK, VECTOR>(held.word[l], value);
+            visit(at, value);
+        }
+    }
+}
+
+// Stores N bytes, a power of two, at an address that is a multiple of N.
+template <int N>
+static __device__ __forceinline__ void store_bytes(unsigned char* p, const unsigned char (&bytes)[N]) {
+    if constexpr (N == 1) {
+        *p = bytes[0];
+    } else {
+        typename WordOf<N>::type word;
+        memcpy(&word, bytes, N);
+        ptx::store_global(reinterpret_cast<typename WordOf<N>::type*>(p), word);
+    }
+}
+
+// Keeps the row as fp8 or int4. `held` holds the row's first slice.
+static __device__ __forceinline__ void quantize_row(const BANK* row, Words& held, int first, int D, unsigned char* out,
+                                                    float* scale_out) {
+    float largest = 0.0f;
+    visit_row(row, held, first, D, [&](int, const float (&value)[VECTOR]) {
+#pragma unroll
+        for (int c = 0; c < VECTOR; ++c) largest = larger(largest, fabsf(value[c]));
+    });
+    largest = warp_max(largest);
+#if SNAPSHOT == 3
+    const float scale = row_scale(largest, 448.0f), inverse = 1.0f / scale;
+    visit_row(row, held, first, D, [&](int at, const float (&value)[VECTOR]) {
+        unsigned char bytes[VECTOR];
+#pragma unroll
+        for (int c = 0; c < VECTOR; ++c) bytes[c] = static_cast<unsigned char>(fp8_from_float(value[c] * inverse));
+        store_bytes(out + at, bytes);
+    });
+#else
+    // Of two clips the one with the smaller squared error: a wide row loses less by clipping its largest values.
+    const float whole = row_scale(largest, 7.0f), clipped = row_scale(largest, 7.0f / 0.8f);
+    const float inverse_whole = 1.0f / whole, inverse_clipped = 1.0f / clipped;
+    float error_whole = 0.0f, error_clipped = 0.0f;
+    visit_row(row, held, first, D, [&](int, const float (&value)[VECTOR]) {
+#pragma unroll
+        for (int c = 0; c < VECTOR; ++c) {
+            const float a = int4_level(value[c] * inverse_whole) * whole - value[c];
+            const float b = int4_level(value[c] * inverse_clipped) * clipped - value[c];
+            error_whole = fmaf(a, a, error_whole);
+            error_clipped = fmaf(b, b, error_clipped);
+        }
+    });
+    const bool clips = warp_sum(error_clipped) < warp_sum(error_whole);
+    const float scale = clips ? clipped : whole, inverse = clips ? inverse_clipped : inverse_whole;
+    visit_row(row, held, first, D, [&](int at, const float (&value)[VECTOR]) {
+#if VECTOR > 1
+        unsigned char bytes[VECTOR / 2];
+#pragma unroll
+        for (int c = 0; c < VECTOR; c += 2) {
+            const int low = static_cast<int>(int4_level(value[c] * inverse)) + 8;
+            const int high = static_cast<int>(int4_level(value[c + 1] * inverse)) + 8;
+            bytes[c / 2] = static_cast<unsigned char>(low | high << 4);
+        }
+        store_bytes(out + at / 2, bytes);
+#else
+        // Lanes of even columns write a byte; beyond the row its high half is level 0.
+        if (at % 2) return;
+        const float next = at + 1 < D ? to_float(row[at + 1]) : 0.0f;
+        const int low = static_cast<int>(int4_level(value[0] * inverse)) + 8;
+        const int high = static_cast<int>(int4_level(next * inverse)) + 8;
+        out[at / 2] = static_cast<unsigned char>(low | high << 4);
+#endif
+    });
+#endif
+    if (threadIdx.x % 32 == 0) *scale_out = scale;
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 2)
+    keep_rows(const BANK* memory, const SlotRecord* slots, const int* slot_count, unsigned char* snapshot,
+              float* snapshot_scale, long long row_stride, int step, int slab_step, int P, int C, int W, int S, int D,
+              int shared_bank) {
+    const int p = blockIdx.y, j = blockIdx.x * WARPS + threadIdx.x / 32, first = threadIdx.x % 32 * VECTOR;
+    const long long n = static_cast<long long>(step - slab_step) * P + p;
+    const long long capacity = min(static_cast<long long>(C) * W, static_cast<long long>(S));
+    if (j >= slot_count[n]) return;
+    const long long first_slot = shared_bank ? 0 : static_cast<long long>(p) * S;
+    const BANK* const row = memory + (first_slot + slots[n * capacity + j].slot) * row_stride;
+    const long long kept = (static_cast<long long>(step) * P + p) * capacity + j;
+    const long long bytes = SNAPSHOT == 3 ? D : (D + 1) / 2;
+    Words held;
+    held.load(row, first, D);
+    quantize_row(row, held, first, D, snapshot + kept * bytes, snapshot_scale + kept);
+}

@@ -120,13 +120,16 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     ) -> BoundCall:
         like = _RECURRENCE.empty_saved(bank, operands, call)
         working = scratch(Arena({}, 128), bank.device)
+        covered = covers_every_row(call, streams)
 
         def work() -> None:
             working.fill_(2)
             kept = tuple(_parts(saved, like))
             found = _RECURRENCE.backward(bank, operands, call, streams, kept, grad_readings, grads.memory)
-            for room, value in zip(grads, found, strict=True):
-                room.copy_(value if value.shape == room.shape else value.sum(1, keepdim=True))
+            for at, (room, value) in enumerate(zip(grads, found, strict=True)):
+                value = value if value.shape == room.shape else value.sum(1, keepdim=True)
+                written = value != 0 if at and not covered else slice(None)
+                room[written] = value[written].to(room.dtype)
 
         return BoundCall(FakePlan(machine, "backward", work), {"saved": saved})  # type: ignore[arg-type]
 
@@ -442,6 +445,73 @@ def test_the_op_itself_with_every_layout(machine: Machine) -> None:
         for _ in range(2):
             assert_same(run(True, layout), run(False, layout))
     assert machine.replayed.count("forward") == 5  # int32 beside int64 is the shape of int64
+
+
+def test_results_are_nobodys_memory_but_the_callers(machine: Machine) -> None:
+    problem = make_problem(2, 9, 3, 4, 6, 8, gate_per_write=True).cast(torch.float32)
+    leaves = {name: getattr(problem, name).clone().requires_grad_() for name in GRADIENTS}
+
+    def run(scale: float) -> list[Tensor]:
+        arguments = {name: leaves.get(name, x) for name, x in problem.inputs().items()}
+        arguments["v"] = scale * arguments["v"]
+        with write_read_graphs.replayed_calls():
+            readings = sdm_write_read(leaves["memory"].clone(), **arguments, **problem.options())
+        return [readings.detach(), *torch.autograd.grad(readings.square().sum(), list(leaves.values()))]
+
+    run(1.0)
+    first = run(1.0)
+    kept = [tensor.clone() for tensor in first]
+    run(2.0)
+    assert machine.replayed == ["forward", "backward"] * 2
+    assert_same(first, kept)
+
+
+def test_narrow_and_wide_indices_have_graphs_of_their_own(machine: Machine) -> None:
+    """Wide ones that do not fit must never be copied into narrow memory."""
+    problem = make_problem(2, 9, 3, 4, 6, 8).cast(torch.float32)
+    v = problem.v.clone().requires_grad_()
+    for dtype in (torch.int32, torch.int64) * 2:
+        arguments = problem.inputs() | {"v": v}
+        arguments |= {name: arguments[name].to(dtype) for name in ("k_idx", "q_idx")}
+        with write_read_graphs.replayed_calls():
+            sdm_write_read(problem.memory.clone(), **arguments, **problem.options()).sum().backward()
+    kinds = {calls[0]._operands["k_idx"].dtype for calls in write_read_graphs._pool._calls.values()}
+    assert kinds == {torch.int32, torch.int64}
+
+
+def test_rows_of_no_stream_are_zeros_whatever_ran_before(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU does not look at offsets, so packed streams may end before the rows do."""
+
+    def spans(call: Any, flat: Any, streams: dict[str, Tensor]) -> tuple[list[int], list[int]]:
+        offsets = streams["cu_seqlens"]
+        return offsets[:-1].tolist(), offsets.diff().tolist()
+
+    monkeypatch.setattr(write_read_paths, "check_values", spans)
+    monkeypatch.setattr(write_read_paths, "stream_spans", lambda call, streams: spans(call, None, streams))
+    problem = make_problem(2, 5, 3, 4, 6, 8).cast(torch.float32)
+    for ends in ([0, 4, 10], [0, 5, 10], [0, 3, 6]):
+        flat = {name: x.flatten(0, 1).clone() for name, x in problem.inputs().items()}
+        flat["k_idx"], flat["q_idx"] = flat["k_idx"] % 8, flat["q_idx"] % 8
+        for name in ("k_idx", "q_idx"):
+            flat[name][ends[1] :] += 8
+        leaves = {name: x.requires_grad_() for name, x in flat.items() if x.is_floating_point()}
+        with write_read_graphs.replayed_calls():
+            readings = sdm_write_read(
+                problem.memory.clone(),
+                **flat,
+                num_memory_slots=8,
+                num_parallel=2,
+                cu_seqlens=torch.tensor(ends),
+                max_seqlen=6,
+            )
+        readings.sum().backward()
+        for name, rows in {"readings": readings, **{n: x.grad for n, x in leaves.items()}}.items():
+            assert rows is not None
+            assert bool(rows[: ends[-1]].any()), name
+            assert not rows[ends[-1] :].any(), name
+    assert machine.replayed == ["forward", "backward"] * 2
 
 
 @pytest.mark.usefixtures("machine")

@@ -5,7 +5,7 @@
 //     k_eff = k_val exp(L)           q_w = q_val exp(L)                  cpe = exp(tot)
 // Sums are exact (log_decay.cuh), so they depend on no split. Entries that are not valid give 0 everywhere.
 //
-// Macros  INDEX (int, long long), BANK (float, Bf16, Fp16).
+// Macros  INDEX (int, long long), BANK (float, Bf16, Fp16), THREADS (256, 512).
 // Grid    (chunks of a full slab); a block beyond the last chunk has none.
 // Block   THREADS threads; a tile of THREADS sorted entries at a time, one a thread.
 // Reads   payload [chunks, payload_row], k_idx [rows, W], q_idx [rows, R] (both null: the records number every slot 0),
@@ -27,7 +27,6 @@
 #include "chunk.cuh"
 #include "entries.cuh"
 
-#define THREADS 256
 #define WARPS (THREADS / 32)
 #define ALL 0xffffffffu
 

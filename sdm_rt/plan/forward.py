@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from sdm_rt.errors import UnsupportedConfigurationError
@@ -37,6 +38,7 @@ __all__ = [
     "keep_rows_kernel",
     "kept_buffers",
     "plan_forward",
+    "product_columns",
     "snapshot_code",
     "vector_values",
 ]
@@ -47,7 +49,7 @@ GATHER_THREADS = 512
 GATHER_ROW_THREADS = 128  # most threads across a row
 GATHER_GROUPS = 32  # most rows side by side
 PRODUCT_TILE = 64
-PRODUCT_COLUMNS = (32, 16)  # of a dual matmul block; the wider where it still gives every SM a block
+PRODUCT_COLUMNS = (64, 32, 16)  # of a block of the products
 WRITE_THREADS = 512
 WRITE_LANES = (16, 8)  # words of a column slice; the wider where its delta fits shared memory
 KEEP_WARPS = 8
@@ -125,6 +127,20 @@ def _gather(shape: WriteReadShape) -> Launch:
     )
 
 
+def product_columns(shape: WriteReadShape, device: DeviceModel, need: Callable[[int], int]) -> int:
+    """Return the columns of a block of the products, which change no bit.
+
+    The most whose blocks, of ``need(columns)`` bytes of shared memory, fit and give three SMs in four work.
+    """
+    fitting = [columns for columns in PRODUCT_COLUMNS if need(columns) <= device.shared_memory_per_block]
+    busy = (
+        columns
+        for columns in fitting
+        if 4 * shape.streams * ceil_div(shape.head_dim, columns) >= 3 * device.sm_count
+    )
+    return next(busy, fitting[-1])
+
+
 def dual_matmul_kernel(shape: WriteReadShape, columns: int, triggers: bool) -> KernelSpec:
     """Return the translation unit of the dual matmul for blocks of ``columns`` columns."""
     return KernelSpec(
@@ -141,11 +157,14 @@ def dual_matmul_kernel(shape: WriteReadShape, columns: int, triggers: bool) -> K
 
 def _dual_matmul(shape: WriteReadShape, triggers: bool, device: DeviceModel) -> Launch:
     C, D = shape.chunk, shape.head_dim
-    wide, narrow = PRODUCT_COLUMNS
     strengths = ceil_div(C, 4) * 4
     side = min(PRODUCT_TILE, strengths)
-    columns = wide if shape.streams * ceil_div(D, wide) >= device.sm_count else narrow
     save = int(shape.training)
+
+    def need(columns: int) -> int:
+        return 4 * (strengths + (1 + save) * C * columns + (2 + save) * side * (side + 4) - 4)
+
+    columns = product_columns(shape, device, need)
     reads = ("residual", "inter", "x", "qx", "a", "strength", "lengths", "cu_seqlens")
     triangles = 4 * (2 + save) * shape.streams * C * (C + 1) // 2
     moved = triangles + shape.step_tokens * (4 * (3 + save) * D + shape.row_bytes + 4)
@@ -164,7 +183,7 @@ def _dual_matmul(shape: WriteReadShape, triggers: bool, device: DeviceModel) -> 
         writes=("delta", "readings", "err"),
         bytes_moved=moved,
         floor_bytes=0,
-        shared_memory=4 * (strengths + (1 + save) * C * columns + (2 + save) * side * (side + 4) - 4),
+        shared_memory=need(columns),
         triggers=triggers,
         note=f"{columns} columns of a chunk a block, IEEE float32",
     )

@@ -37,7 +37,7 @@ SORT_DIGIT_BITS = 8
 SORT_CODE_BITS = 17  # of an item: what is left of its 32 bits holds the upper bits of the slot
 SORT_SHARED = 131_072  # most shared memory for the items of a chunk
 SORT_BLOCKS_PER_SM = {512: 4, 1024: 1}
-SCAN_THREADS = 256
+SCAN_THREADS = (256, 512)  # the wider for chunks of more entries than SORT_WIDE
 SCAN_STAGED = 65_536  # most shared memory for the weights of a chunk
 GRAM_ROWS = 8  # of A or QK a block, one a warp
 SOLVE_TILE = 16  # rows of X at a time
@@ -120,6 +120,11 @@ def sort_threads(shape: WriteReadShape) -> int:
     return SORT_THREADS[shape.chunk * (shape.writes + shape.reads) > SORT_WIDE]
 
 
+def scan_threads(shape: WriteReadShape) -> int:
+    """Return the threads of a block of the scan."""
+    return SCAN_THREADS[shape.chunk * (shape.writes + shape.reads) > SORT_WIDE]
+
+
 def phase1_buffers(shape: WriteReadShape, chunks: int) -> tuple[Buffer, ...]:
     """Return the results and scratch of ``chunks`` chunks, without the sort's own scratch."""
     C, W, R, slots = shape.chunk, shape.writes, shape.reads, capacity(shape)
@@ -160,7 +165,9 @@ def phase1_kernels(shape: WriteReadShape) -> dict[str, KernelSpec]:
             ("phase1_sort",),
             (index, ("ITEM", SORT_ITEMS[sort_item_bytes(shape)]), ("THREADS", str(sort_threads(shape)))),
         ),
-        "phase1_scan": KernelSpec("phase1_scan.cu", ("phase1_scan",), (bank, index)),
+        "phase1_scan": KernelSpec(
+            "phase1_scan.cu", ("phase1_scan",), (bank, index, ("THREADS", str(scan_threads(shape))))
+        ),
         "phase1_gram": KernelSpec("phase1_gram.cu", ("phase1_gram",), (bank,)),
         "solve": SOLVE_KERNEL,
     }
@@ -220,7 +227,7 @@ def _scan(shape: WriteReadShape, chunks: int) -> Launch:
         kernel=phase1_kernels(shape)["phase1_scan"],
         entry="phase1_scan",
         grid=(chunks, 1, 1),
-        block=(SCAN_THREADS, 1, 1),
+        block=(scan_threads(shape), 1, 1),
         arguments=(
             *pointers(*inputs, *logs, *results),
             _SLAB,

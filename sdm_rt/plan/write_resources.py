@@ -105,6 +105,9 @@ def _forward_variants(pdl: bool) -> Iterator[KernelSpec]:
         for chunk, slots in product((1, 256), (1, 2**30)):  # items and blocks of the sort
             wide = WriteReadShape(1, 1, chunk, 128, 128, 1, slots, index_dtype=index)
             yield phase1_kernels(wide)["phase1_sort"]
+        for dtype in BANK_DTYPES:
+            wide = WriteReadShape(1, 1, 256, 128, 128, 1, 1, dtype, index_dtype=index)
+            yield phase1_kernels(wide)["phase1_scan"]
     for training, snapshot in ((False, "none"), *product((True,), SNAPSHOTS)):
         for shape in _forward_shapes(training=training, snapshot=snapshot):
             for columns, triggers in product(PRODUCT_COLUMNS, {False, pdl}):
@@ -205,10 +208,12 @@ def main(files: Sequence[str]) -> None:
         raise SystemExit(
             f"no plan chooses a kernel of {', '.join(unknown)}; known: {', '.join(sorted(known))}"
         )
+    found = figures_of_all(files or known)
+    # Read now: another run may have written other files' part meanwhile.
     table: Table = json.loads(TABLE.read_text(encoding="utf-8")) if files else {}
     digests: dict[str, str] = json.loads(SOURCES.read_text(encoding="utf-8")) if files else {}
     digests |= {file: code_digest(file) for file in files or known}
-    TABLE.write_text(text(table | figures_of_all(files or known)), encoding="utf-8")
+    TABLE.write_text(text(table | found), encoding="utf-8")
     SOURCES.write_text(json.dumps(digests, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 

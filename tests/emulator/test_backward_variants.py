@@ -26,6 +26,12 @@ W, R, T, S, CHUNK = 3, 2, 3, 8, 2
 WARP, WORD_BYTES = 32, 16
 APPROXIMATE = ("k_val", "g", "q_val")  # with a quantized snapshot
 ONE_SM = {name: replace(preset(name), sm_count=1) for name in ("h100", "a100")}
+# With one, two and many SMs the products take blocks of 64, 32 and 16 columns.
+MODELS = (
+    ONE_SM["a100"],
+    *(replace(preset(name), sm_count=2) for name in ("h100", "a100")),
+    *(preset(name) for name in ("h100", "a100")),
+)
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,7 @@ def cases() -> Iterator[Case]:
                     continue
                 for snapshot in SNAPSHOTS:
                     yield Case(dtype, D, ONE_SM["h100"], True, snapshot)
-        yield from (Case(dtype, 40, model) for model in (ONE_SM["a100"], preset("h100"), preset("a100")))
+        yield from (Case(dtype, 40, model) for model in MODELS)
 
 
 CASES = list(dict.fromkeys(cases()))

@@ -14,22 +14,30 @@ from itertools import product
 import pytest
 import torch
 
+from sdm_rt.cpu import phase1 as definition
 from sdm_rt.ops.write_read_launch import allocate
 from sdm_rt.plan.device import DeviceModel, preset
 from sdm_rt.plan.forward import forward_constants, plan_forward
 from sdm_rt.plan.launch import Launch
+from sdm_rt.plan.phase1 import phase1_kernels
 from sdm_rt.plan.shapes import BANK_DTYPES, INDEX_DTYPES, SNAPSHOTS, WriteReadShape, dtype_bytes
 from tests.emulator.build import PARALLEL_BUILDS
 from tests.emulator.harness import Call, run
-from tests.kernels.forward import forward_on_emulator, forward_oracle
+from tests.kernels.forward import forward_on_emulator, forward_oracle, planned_forward
 from tests.problems import Problem, make_problem
-from tests.tolerances import TOLERANCES, relative_error
+from tests.tolerances import TOLERANCES, assert_close, relative_error
 
 W, R, T, S = 3, 2, 3, 8
 WRITE_WORDS = (1, 9)  # words of a row from which decay_write takes narrower and wider slices
 GATHER_WORDS = (1, 17, 33, 65)  # words of a row from which gather takes fewer rows side by side
 WORD_BYTES = 16
 ONE_SM = {name: replace(preset(name), sm_count=1) for name in ("h100", "a100")}
+# With one, two and many SMs the products take blocks of 64, 32 and 16 columns.
+MODELS = (
+    *ONE_SM.values(),
+    *(replace(preset(name), sm_count=2) for name in ("h100", "a100")),
+    *(preset(name) for name in ("h100", "a100")),
+)
 
 
 @dataclass(frozen=True)
@@ -89,7 +97,7 @@ def cases() -> Iterator[Case]:
                 yield Case(dtype, D, ONE_SM["h100"])
                 for snapshot in SNAPSHOTS:
                     yield Case(dtype, D, ONE_SM["h100"], training=True, snapshot=snapshot)
-        for training, model in product((False, True), (*ONE_SM.values(), preset("h100"), preset("a100"))):
+        for training, model in product((False, True), MODELS):
             yield Case(dtype, 40, model, training=training)
     yield Case("float32", 8, ONE_SM["h100"], chunk=65)
 
@@ -124,6 +132,7 @@ class SortCase:
 
 
 CASES = list(dict.fromkeys(cases()))
+WIDE_SCANS = list(product(BANK_DTYPES, INDEX_DTYPES))  # of more entries than its narrower block takes
 SORT_CASES = [
     SortCase(index, slots, *sizes)
     for index in INDEX_DTYPES
@@ -133,6 +142,10 @@ SORT_CASES = [
 SPECS = sorted(
     {launch.kernel for case in CASES for launch in case.launches()}
     | {case.launch()[0].kernel for case in SORT_CASES}
+    | {
+        phase1_kernels(WriteReadShape(1, 130, 130, 70, 60, 1, 99, dtype, index_dtype=index))["phase1_scan"]
+        for dtype, index in WIDE_SCANS
+    }
 )
 
 
@@ -183,6 +196,22 @@ def test_sort_variants(case: SortCase) -> None:
         code = (lane - query * case.writes) | t << 8 | query << 16 | valid << 17
         entries.append((not valid, slot if valid else 0, len(entries), code))
     assert (payload.flatten()[: C * lanes] & 0x3FFFF).tolist() == [code for *_, code in sorted(entries)]
+
+
+@pytest.mark.parametrize(("dtype", "index"), WIDE_SCANS)
+def test_wide_scan_variants(dtype: str, index: str) -> None:
+    problem = make_problem(1, 130, 70, 60, 1, 400, gates="some -inf", gate_per_write=True)
+    problem = problem.cast(getattr(torch, dtype))
+    wide = getattr(torch, index)
+    problem = replace(problem, k_idx=problem.k_idx.to(wide), q_idx=problem.q_idx.to(wide))
+    planned = planned_forward(problem, 130, preset("h100"))
+    calls = [call for call in planned.calls if call.launch.name in ("phase1_sort", "phase1_scan")]
+    assert calls[1].launch.block == (512, 1, 1)
+    run(calls, scratch=planned.scratch, builds=("access",))
+    inputs = (problem.k_idx, problem.q_idx, problem.k_val, problem.q_val, problem.g)
+    want, _ = definition.phase1(*inputs, 400, None)
+    for name in ("k_eff", "q_w"):
+        assert_close(name, planned.values[name], getattr(want, name), torch.float32)
 
 
 def test_the_cases_hold_every_use_of_pdl() -> None:

@@ -32,7 +32,6 @@ def pair(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[SparseDelt
     """The same layer without and with graphs; the second has seen the shape of `tokens` once."""
     plain, replayed = new_layer(dtype, **options), new_layer(dtype, cuda_graph=True, **options)
     layer_step(replayed, tokens(99, dtype=dtype))
-    assert last_dispatch()["graph"] is False
     return plain, replayed
 
 
@@ -256,8 +255,9 @@ def test_an_eager_step_waits_for_nothing() -> None:
 
 
 def test_a_cold_call_inside_a_capture_says_what_to_do_and_leaves_the_stream_usable() -> None:
-    layer = new_layer(num_writes=13, num_reads=11, chunk_size=24)  # a shape that nothing else compiles
     x = tokens()
+    layer_step(new_layer(), x)
+    layer = new_layer(num_writes=13, num_reads=11, chunk_size=24)  # a shape that nothing else compiles
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(RuntimeError, match="run warmup first"), torch.cuda.graph(graph):
         layer(x)

@@ -153,6 +153,10 @@ __device__ __forceinline__ void store_global(uint4* p, uint4 x) {
 __device__ __forceinline__ void copy_async_16(void* shared, const void* global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
 }
+// Copies 8 bytes; both addresses 8-byte aligned.
+__device__ __forceinline__ void copy_async_8(void* shared, const void* global) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+}
 // Copies 4 bytes; both addresses 4-byte aligned.
 __device__ __forceinline__ void copy_async_4(void* shared, const void* global) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global) : "memory");
@@ -230,6 +234,16 @@ __device__ __forceinline__ float add_unflushed(float a, float b) {
     float sum;
     asm("add.rn.f32 %0, %1, %2;" : "=f"(sum) : "f"(a), "f"(b));
     return sum;
+}
+
+// ---- registers ----
+
+// x as it is, but what depends on it is computed after this point, not before and kept: for values of many phases.
+__device__ __forceinline__ void renew(int& x) {
+    asm volatile("" : "+r"(x));
+}
+__device__ __forceinline__ void renew(unsigned& x) {
+    asm volatile("" : "+r"(x));
 }
 
 // ---- conversions, to nearest even ----

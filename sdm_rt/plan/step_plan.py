@@ -128,13 +128,15 @@ class StepPlan:
     def launches(self) -> Iterator[tuple[int | None, Call]]:
         """Yield every call of the whole sequence with its step index.
 
-        A slab's prologue comes with the slab's first step; None stands outside the loop.
+        A slab's prologue comes with the step of the slab that is issued first; None stands outside the loop.
         """
         if not self.slab_steps:
             for call in self.prologue:
                 yield None, call
+        slab = None
         for issued, index in enumerate(self.step_indices()):
-            if self.slab_steps and index == self.slab_step(index):
+            if self.slab_steps and self.slab_step(index) != slab:
+                slab = self.slab_step(index)
                 for call in self.prologue:
                     yield index, call
             for call in self.step if issued else self.first_step:

@@ -50,6 +50,9 @@ inline void store_global(T* p, const T& x) {
 inline void copy_async_16(void* shared, const void* global) {
     emulator::copy_async(shared, global, 16);
 }
+inline void copy_async_8(void* shared, const void* global) {
+    emulator::copy_async(shared, global, 8);
+}
 inline void copy_async_4(void* shared, const void* global) {
     emulator::copy_async(shared, global, 4);
 }
@@ -111,6 +114,11 @@ inline float add_unflushed(float a, float b) {
     std::memcpy(&x, &bits, 4);
     return x;
 }
+
+// ---- registers ----
+
+inline void renew(int&) {}
+inline void renew(unsigned&) {}
 
 // ---- conversions, to nearest even ----
 

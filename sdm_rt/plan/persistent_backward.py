@@ -1,0 +1,391 @@
+"""The persistent backward schedule: one launch walks a slab's steps back, one cluster for each column slice.
+
+It takes the order of every sum from the launches of a stepwise step, so both schedules give the same bits.
+Dots over columns leave each slice as partial sums, which a small launch at the end of each slab adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from sdm_rt.errors import UnsupportedConfigurationError
+from sdm_rt.plan.buffer import Buffer, total_bytes
+from sdm_rt.plan.device import DeviceModel
+from sdm_rt.plan.launch import MAX_CLUSTER, Argument, Launch, int32s, pointers
+from sdm_rt.plan.persistent import SCHEDULES, PersistentConfig
+from sdm_rt.plan.phase1 import RECORD_BYTES, capacity, read_capacity
+from sdm_rt.plan.shapes import WriteReadShape, dtype_bytes
+from sdm_rt.plan.tiling import ceil_div
+from sdm_rt.runtime.kernel import KernelSpec
+
+__all__ = [
+    "AUTO_PERSISTENT_BACKWARD",
+    "COLUMN_SUM_KERNEL",
+    "BackwardSlabs",
+    "choose_backward_schedule",
+    "persistent_backward_constants",
+    "persistent_backward_kernels",
+    "plan_persistent_backward",
+]
+
+AUTO_PERSISTENT_BACKWARD = False
+"""Whether a backward whose call names no schedule takes the persistent one where it can run."""
+
+WORD_BYTES = 16
+WIDE_SLICE, NARROW_SLICE = 256, 128  # bytes of a bank row that a cluster owns; a dot's block is a wide one
+CLUSTERS = (4, 2, 1)  # blocks; the most of them that leave every block an SM
+TILE_ROWS = 32
+TILE_PAIRS = 16  # most pairs of columns in a tile
+TEAM_SLOTS = (
+    4  # of a team under way at once; half as many where gradient rows are wider than the bank's
+)
+SLOT_BYTES = 40  # of a slot under way: its record, its first K and Q entries, where its Q entries lie
+PARTIAL_BYTES = 64 * 2**20  # of partial sums in a slab
+SUM_THREADS = 256
+SUM_KINDS = 4  # d_k_pd, d_k_eff, d_q_w, d_tot
+
+COLUMN_SUM_KERNEL = KernelSpec("column_sum.cu", ("column_sum",))
+
+_SLAB_STEP = Argument("slab_step", "int32", step_dependent=True)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a block keeps in its shared memory.
+
+    Parameters
+    ----------
+    list_tokens : int
+        Tokens whose written rows are listed at once.
+    in_place : bool
+        Whether lam takes the place of gwr.
+    overlap : bool
+        Whether the lists lie where the tiles of the d_u update lie later.
+    shared_memory : int
+        Bytes of the whole.
+    """
+
+    list_tokens: int
+    in_place: bool
+    overlap: bool
+    shared_memory: int
+
+
+@dataclass(frozen=True)
+class BackwardSlabs:
+    """The persistent schedule of a backward.
+
+    Parameters
+    ----------
+    launches : tuple of Launch
+        Those of a slab: the steps, then the sums over slices.
+    slab_steps : int
+        Steps of a slab.
+    buffers : tuple of Buffer
+        The partial sums of a slab.
+    """
+
+    launches: tuple[Launch, ...]
+    slab_steps: int
+    buffers: tuple[Buffer, ...]
+
+
+def _slices(shape: WriteReadShape, phase_a: KernelSpec) -> tuple[int, ...]:
+    """Return the slices to choose from: rows of words under 16 bytes take the narrow one."""
+    words = int(dict(phase_a.defines)["VECTOR"]) * dtype_bytes(shape.bank_dtype)
+    return (WIDE_SLICE, NARROW_SLICE) if words == WORD_BYTES else (NARROW_SLICE,)
+
+
+def _columns(shape: WriteReadShape, config: PersistentConfig) -> int:
+    return config.slice_bytes // dtype_bytes(shape.bank_dtype)
+
+
+def _kernel(shape: WriteReadShape, phase_a: KernelSpec, config: PersistentConfig) -> KernelSpec:
+    defines = dict(phase_a.defines)
+    return KernelSpec(
+        "persistent_backward.cu",
+        ("persistent_backward",),
+        (
+            ("BANK", defines["BANK"]),
+            ("COLUMNS", str(_columns(shape, config))),
+            ("GRADIENT", defines["GRADIENT"]),
+            ("SNAPSHOT", defines["SNAPSHOT"]),
+            ("THREADS", str(config.threads)),
+            ("VECTOR", defines["VECTOR"]),
+        ),
+    )
+
+
+def persistent_backward_kernels(shape: WriteReadShape, phase_a: KernelSpec) -> tuple[KernelSpec, ...]:
+    """Return the translation units that plans choose from in the place of a Phase A and its neighbours."""
+    slices = _slices(shape, phase_a)
+    return tuple(_kernel(shape, phase_a, PersistentConfig(one, CLUSTERS[0])) for one in slices)
+
+
+def _own_tokens(shape: WriteReadShape, config: PersistentConfig) -> int:
+    """Return the most tokens that a block owns: pairs, dealt to the blocks in turn."""
+    return 2 * ceil_div(ceil_div(shape.chunk, 2), config.cluster)
+
+
+def _shared_memory(
+    shape: WriteReadShape, config: PersistentConfig, list_tokens: int, in_place: bool, overlap: bool
+) -> int:
+    C, columns = shape.chunk, _columns(shape, config)
+    team_slots = TEAM_SLOTS if shape.gradient_bank_dtype == shape.bank_dtype else TEAM_SLOTS // 2
+    units = config.threads // 32 * (32 * WORD_BYTES // config.slice_bytes) * team_slots
+    pairs = min(TILE_PAIRS, config.threads // (columns // 4), _own_tokens(shape, config) // 2)
+    tiles = 2 * TILE_ROWS * pairs * 16
+    words = 3 if shape.index_dtype == "int64" else 2  # slot, weight, the other half of an index on its way
+    lists = 4 * ceil_div(list_tokens * shape.writes * words, 4) * 4
+    listed = max(tiles, lists) if overlap else tiles + lists
+    values = 4 * (1 if in_place else 2) * C * columns
+    return SLOT_BYTES * units + listed + 4 * ceil_div(C, 4) * 4 + C * config.slice_bytes + values
+
+
+def _layouts(shape: WriteReadShape, config: PersistentConfig) -> Iterator[Layout]:
+    """Yield the layouts from the fastest to the smallest."""
+    own, warps = _own_tokens(shape, config), config.threads // 32
+    # One list a warp at least; with more it fetches ahead.
+    counts = dict.fromkeys(min(warps * depth, own) for depth in (ceil_div(own, warps), 2, 1))
+    for in_place in (False, True):
+        for overlap in (False, True):
+            for count in counts:
+                yield Layout(
+                    count, in_place, overlap, _shared_memory(shape, config, count, in_place, overlap)
+                )
+
+
+def _fitting(shape: WriteReadShape, device: DeviceModel, config: PersistentConfig) -> Layout | None:
+    limit = device.shared_memory_per_block
+    return next((layout for layout in _layouts(shape, config) if layout.shared_memory <= limit), None)
+
+
+def _slice_count(shape: WriteReadShape, config: PersistentConfig) -> int:
+    return ceil_div(shape.row_bytes, config.slice_bytes)
+
+
+def _candidates(
+    shape: WriteReadShape, device: DeviceModel, phase_a: KernelSpec
+) -> Iterator[PersistentConfig]:
+    """Yield what the rule would take, and behind it what needs less shared memory."""
+    choices = _slices(shape, phase_a)
+    first = choices[0] if shape.row_bytes > WIDE_SLICE else choices[-1]
+    for slice_bytes in (first, *(one for one in choices if one < first)):
+        sizes = [PersistentConfig(slice_bytes, cluster) for cluster in CLUSTERS]
+        blocks = {one.cluster: shape.streams * _slice_count(shape, one) * one.cluster for one in sizes}
+        cluster = next((size for size in CLUSTERS if blocks[size] <= device.sm_count), CLUSTERS[-1])
+        while cluster <= MAX_CLUSTER:
+            yield PersistentConfig(slice_bytes, cluster)
+            cluster *= 2
+
+
+def _choose(
+    shape: WriteReadShape, device: DeviceModel, phase_a: KernelSpec, config: PersistentConfig | None
+) -> tuple[PersistentConfig, Layout]:
+    """Return the configuration and its layout; an UnsupportedConfigurationError says why there is none."""
+    if not device.clusters:
+        raise UnsupportedConfigurationError(
+            f"schedule='persistent' needs thread block clusters (compute capability 9.0), {device.name} has "
+            f"none; use schedule='stepwise'"
+        )
+    candidates = [config] if config is not None else list(_candidates(shape, device, phase_a))
+    for one in candidates:
+        if (layout := _fitting(shape, device, one)) is not None:
+            return one, layout
+    need = min(layout.shared_memory for one in candidates for layout in _layouts(shape, one))
+    raise UnsupportedConfigurationError(
+        f"schedule='persistent' needs {need:,} bytes of shared memory a block in the backward at "
+        f"chunk_size={shape.chunk}; {device.name} allows {device.shared_memory_per_block:,}; use "
+        f"schedule='stepwise' or a smaller chunk_size"
+    )
+
+
+def _partial_buffers(shape: WriteReadShape, slices: int, steps: int) -> tuple[Buffer, ...]:
+    cells = slices, steps * shape.streams
+    entries = {"partial_k_pd": shape.writes, "partial_k_eff": shape.writes, "partial_q_w": shape.reads}
+    return (
+        *(Buffer(name, "float32", (*cells, shape.chunk, lanes)) for name, lanes in entries.items()),
+        Buffer("partial_tot", "float32", (*cells, capacity(shape))),
+    )
+
+
+def _walk(
+    shape: WriteReadShape,
+    config: PersistentConfig,
+    layout: Layout,
+    kernel: KernelSpec,
+    slab_steps: int,
+    step_floor: int,
+    partial_bytes: int,
+) -> Launch:
+    P, C, W, R, D = shape.streams, shape.chunk, shape.writes, shape.reads, shape.head_dim
+    triangles = 2 * 4 * P * C * (C + 1) // 2
+    token = W * (dtype_bytes(shape.index_dtype) + 4 + RECORD_BYTES) + R * RECORD_BYTES
+    token += 2 * 4 * D + 2 * shape.row_bytes + 4
+    records = P * (capacity(shape) * (RECORD_BYTES + 8) + read_capacity(shape) * RECORD_BYTES)
+    moved = slab_steps * (step_floor + triangles + shape.step_tokens * token + records) + partial_bytes
+    saved = ("snapshot", "snapshot_scale", "k_idx", "write_weight", "err", "strength", "x", "qx")
+    slots = ("slots", "slot_count", "write_terms", "slot_reads")
+    read_slots = ("read_slots", "read_slot_count", "read_terms")
+    inputs = (*saved, "grad_readings", *slots, *read_slots, "lengths", "cu_seqlens")
+    outputs = ("lam", "grad_v", "partial_k_pd", "partial_k_eff", "partial_q_w", "partial_tot")
+    place = "lam in the place of gwr" if layout.in_place else "gwr and lam side by side"
+    lists = f"{layout.list_tokens} tokens' rows listed at once"
+    return Launch(
+        name="persistent_backward",
+        kernel=kernel,
+        entry="persistent_backward",
+        grid=(_slice_count(shape, config) * config.cluster, P, 1),
+        block=(config.threads, 1, 1),
+        cluster=(config.cluster, 1, 1),
+        arguments=(
+            *pointers("gradient_bank", "memory", *inputs, *outputs),
+            Argument("row_stride", "int64"),
+            _SLAB_STEP,
+            *int32s("slab_chunks", "P", "T", "C", "W", "R", "S", "D", "shared_bank", "wide", "wide_index"),
+            *int32s("list_tokens", "in_place", "overlap"),
+        ),
+        reads=("gradient_bank", "memory", *inputs),
+        writes=("gradient_bank", "memory", *outputs),
+        bytes_moved=moved,
+        floor_bytes=slab_steps * step_floor,
+        shared_memory=layout.shared_memory,
+        note=f"{config.slice_bytes} bytes of every row a cluster, all steps of a slab; {place}, {lists}"
+        + (", where the tiles lie later" if layout.overlap else ""),
+    )
+
+
+def _column_sum(shape: WriteReadShape, slices: int, slab_steps: int, partial_bytes: int) -> Launch:
+    partials = ("partial_k_pd", "partial_k_eff", "partial_q_w", "partial_tot")
+    reads = (*partials, "k_idx", "q_idx", "slots", "slot_count", "lengths", "cu_seqlens")
+    writes = ("d_k_pd", "d_k_eff", "d_q_w", "d_tot")
+    entries = shape.chunk * (shape.writes + shape.reads) * dtype_bytes(shape.index_dtype)
+    chunks = slab_steps * shape.streams
+    return Launch(
+        name="column_sum",
+        kernel=COLUMN_SUM_KERNEL,
+        entry="column_sum",
+        grid=(chunks, SUM_KINDS, 1),
+        block=(SUM_THREADS, 1, 1),
+        arguments=(
+            *pointers(*reads, *writes),
+            _SLAB_STEP,
+            *int32s("slab_chunks", "P", "T", "C", "W", "R", "S", "shared_bank", "wide", "wide_index"),
+            *int32s("slices", "halves"),
+        ),
+        reads=reads,
+        writes=writes,
+        bytes_moved=partial_bytes + partial_bytes // slices + chunks * entries,
+        floor_bytes=0,
+        note="adds the slices of every dot in order",
+    )
+
+
+def plan_persistent_backward(
+    shape: WriteReadShape,
+    device: DeviceModel,
+    step: tuple[Launch, ...],
+    config: PersistentConfig | None = None,
+) -> BackwardSlabs:
+    """Plan the launches that do the work of a slab of steps.
+
+    Slices are 256 bytes of a row, 128 for rows of up to 256 bytes or of words under 16 bytes; clusters have
+    four blocks, or two or one where the GPU has fewer SMs than that takes. What does not fit takes larger
+    clusters, then narrower slices. A slab is as many steps as leave about 64 MiB of partial sums.
+
+    Parameters
+    ----------
+    shape : WriteReadShape
+        Shapes and dtypes.
+    device : DeviceModel
+        The GPU.
+    step : tuple of Launch
+        A step of the stepwise schedule: GWR, d_u update, Phase A, GDS; they fix the order of every sum.
+    config : PersistentConfig, optional
+        Slice and cluster in the place of the rule's.
+
+    Raises
+    ------
+    UnsupportedConfigurationError
+        For a GPU without clusters, and where shared memory does not suffice.
+    """
+    phase_a = step[2].kernel
+    chosen, layout = _choose(shape, device, phase_a, config)
+    slices = _slice_count(shape, chosen)
+    one_step = total_bytes(_partial_buffers(shape, slices, 1))
+    slab_steps = min(max(1, PARTIAL_BYTES // one_step), shape.chunks)
+    partial_bytes = slab_steps * one_step
+    floor = sum(launch.floor_bytes for launch in step)
+    kernel = _kernel(shape, phase_a, chosen)
+    return BackwardSlabs(
+        launches=(
+            _walk(shape, chosen, layout, kernel, slab_steps, floor, partial_bytes),
+            _column_sum(shape, slices, slab_steps, partial_bytes),
+        ),
+        slab_steps=slab_steps,
+        buffers=_partial_buffers(shape, slices, slab_steps),
+    )
+
+
+def choose_backward_schedule(
+    shape: WriteReadShape, device: DeviceModel, step: tuple[Launch, ...], schedule: str | None
+) -> tuple[BackwardSlabs | None, str]:
+    """Choose the schedule of a backward.
+
+    Parameters
+    ----------
+    shape, device, step
+        As of `plan_persistent_backward`.
+    schedule : {"stepwise", "persistent"}, optional
+        Forces one. Default: persistent where it can run and ``AUTO_PERSISTENT_BACKWARD`` is set, else
+        stepwise.
+
+    Returns
+    -------
+    slabs : BackwardSlabs or None
+        The persistent schedule; None for the stepwise one.
+    note : str
+        Which one, and why.
+
+    Raises
+    ------
+    ValueError
+        For another name.
+    UnsupportedConfigurationError
+        Where the forced schedule cannot run, saying why.
+    """
+    if schedule not in (None, *SCHEDULES):
+        raise ValueError(f"schedule: expected None or one of {', '.join(SCHEDULES)}, got {schedule!r}")
+    if schedule == "stepwise":
+        return None, "schedule: stepwise, as asked"
+    if schedule is None and not AUTO_PERSISTENT_BACKWARD:
+        return None, ""
+    try:
+        slabs = plan_persistent_backward(shape, device, step)
+    except UnsupportedConfigurationError as error:
+        if schedule == "persistent":
+            raise
+        return None, f"schedule: stepwise, since {error}"
+    walk = slabs.launches[0]
+    clusters = walk.blocks // walk.cluster[0]
+    why = "as asked" if schedule else "the GPU has clusters and a block's share fits its shared memory"
+    return slabs, f"schedule: persistent, {why}; {clusters} clusters of {walk.cluster[0]} blocks"
+
+
+def persistent_backward_constants(
+    shape: WriteReadShape, device: DeviceModel, walk: Launch, slab_steps: int
+) -> dict[str, int]:
+    """Return the numbers among the arguments of a slab's launches that the choice fixes."""
+    slice_bytes = int(dict(walk.kernel.defines)["COLUMNS"]) * dtype_bytes(shape.bank_dtype)
+    config = PersistentConfig(slice_bytes, walk.cluster[0], walk.threads)
+    layout = _fitting(shape, device, config)
+    assert layout is not None
+    return {
+        "slab_chunks": slab_steps * shape.streams,
+        "list_tokens": layout.list_tokens,
+        "in_place": int(layout.in_place),
+        "overlap": int(layout.overlap),
+        "slices": _slice_count(shape, config),
+        "halves": WIDE_SLICE // slice_bytes,
+    }

@@ -37,9 +37,7 @@ WIDE_SLICE, NARROW_SLICE = 256, 128  # bytes of a bank row that a cluster owns; 
 CLUSTERS = (4, 2, 1)  # blocks; the most of them that leave every block an SM
 TILE_ROWS = 32
 TILE_PAIRS = 16  # most pairs of columns in a tile
-TEAM_SLOTS = (
-    4  # of a team under way at once; half as many where gradient rows are wider than the bank's
-)
+TEAM_SLOTS = 4  # of a team under way at once; half as many where gradient rows are the wider ones
 SLOT_BYTES = 40  # of a slot under way: its record, its first K and Q entries, where its Q entries lie
 PARTIAL_BYTES = 64 * 2**20  # of partial sums in a slab
 SUM_THREADS = 256

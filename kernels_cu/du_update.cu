@@ -54,6 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             if (base + b * THREADS < C * COLUMNS) readings[base + b * THREADS] = to_float(value[b]);
     }
     ptx::pdl_wait();
+    ptx::pdl_trigger();
     for (int base = threadIdx.x; base < C * COLUMNS; base += BATCH * THREADS) {
         float value[BATCH];
 #pragma unroll

@@ -39,6 +39,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 2)
     GRADIENT* const gradient = gradient_bank + row * D;
 
     ptx::pdl_wait();
+    ptx::pdl_trigger();
     for (int slice = 0; slice < D; slice += SLICE) {
         const int column = slice + lane * WORD;
         RowSlice<GRADIENT> after;

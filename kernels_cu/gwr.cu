@@ -53,7 +53,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
         const int column = slice + lane * WORD;
         RowSlice<float> change;
         change.load(err + token * D, column, D);
-        if (slice == 0) ptx::pdl_wait();
+        if (slice == 0) {
+            ptx::pdl_wait();
+            ptx::pdl_trigger();
+        }
         float sum[LOADS][WORD] = {};
         for (int base = warp; base < W; base += WARPS * AHEAD) {
             RowSlice<GRADIENT> row[AHEAD];

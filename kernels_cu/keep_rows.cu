@@ -79,7 +79,9 @@ static __device__ __forceinline__ void quantize_row(const BANK* row, Words& held
     });
     largest = warp_max(largest);
 #if SNAPSHOT == 3
-    const float scale = row_scale(largest, 448.0f), inverse = 1.0f / scale;
+    float scale = row_scale(largest, 448.0f);
+    if (scale == 0.0f) scale = 1.0f;
+    const float inverse = 1.0f / scale;
     visit_row(row, held, first, D, [&](int at, const float (&value)[VECTOR]) {
         unsigned char bytes[VECTOR];
 #pragma unroll
@@ -88,14 +90,15 @@ static __device__ __forceinline__ void quantize_row(const BANK* row, Words& held
     });
 #else
     // Of two clips the one with the smaller squared error: a wide row loses less by clipping its largest values.
-    const float whole = row_scale(largest, 7.0f), clipped = row_scale(largest, 7.0f / 0.8f);
-    const float inverse_whole = 1.0f / whole, inverse_clipped = 1.0f / clipped;
+    const float whole = row_scale(largest, 7.5f), clipped = row_scale(largest, 7.5f / 0.8f);
+    const float inverse_whole = whole == 0.0f ? 0.0f : 1.0f / whole;
+    const float inverse_clipped = clipped == 0.0f ? 0.0f : 1.0f / clipped;
     float error_whole = 0.0f, error_clipped = 0.0f;
     visit_row(row, held, first, D, [&](int, const float (&value)[VECTOR]) {
 #pragma unroll
         for (int c = 0; c < VECTOR; ++c) {
-            const float a = int4_level(value[c] * inverse_whole) * whole - value[c];
-            const float b = int4_level(value[c] * inverse_clipped) * clipped - value[c];
+            const float a = (int4_level(value[c] * inverse_whole) + 0.5f) * whole - value[c];
+            const float b = (int4_level(value[c] * inverse_clipped) + 0.5f) * clipped - value[c];
             error_whole = fmaf(a, a, error_whole);
             error_clipped = fmaf(b, b, error_clipped);
         }

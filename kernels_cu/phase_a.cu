@@ -46,7 +46,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 2)
         RowSlice<GRADIENT> after;
         KeptSlice before;
         before.load(snapshot, snapshot_scale, kept, column, D);
-        if (slice == 0) ptx::pdl_wait();
+        if (slice == 0) {
+            ptx::pdl_wait();
+            ptx::pdl_trigger();
+        }
         after.load(gradient, column, D);
         float value[LOADS][WORD];
         float product[LOADS] = {};

@@ -206,7 +206,7 @@ struct KeptSlice {
                     value = fp8_to_float(byte[l][i][c]) * scale;
 #else
                     const int level = byte[l][i][c / 2] >> (VECTOR > 1 ? c % 2 : at % 2) * 4 & 0xf;
-                    value = static_cast<float>(level - 8) * scale;
+                    value = (static_cast<float>(level) - 7.5f) * scale;
 #endif
                 }
                 x[i * VECTOR + c] = value;

@@ -3,12 +3,12 @@
 
 #include "numeric.cuh"
 
-// The scale that brings `largest` to `limit`; 1 for a row of zeros. A row with NaN or inf has no scale but NaN, and
-// comes back as NaN.
+// The scale that brings `largest` to `limit`, 0 for a row of zeros. A row with NaN or inf has no scale but NaN, and comes
+// back as NaN.
 static __device__ __forceinline__ float row_scale(float largest, float limit) {
     const float scale = round_to<Bf16>(largest / limit);
     if (!(largest < __uint_as_float(0x7f800000u))) return __uint_as_float(0x7fc00000u);
-    return scale == 0.0f ? 1.0f : scale;
+    return scale;
 }
 
 // e4m3fn to nearest even; beyond +-448 the largest finite value. In integers, since only sm_89 and later convert.
@@ -21,13 +21,13 @@ static __device__ __forceinline__ unsigned fp8_from_float(float x) {
     m += 0x7ffffu + (m >> 20 & 1u);
     return sign | ((m >> 20) - (120u << 3));
 }
+// As half precision it is 2^-8 of itself, subnormal numbers too.
 static __device__ __forceinline__ float fp8_to_float(unsigned bits) {
-    const unsigned sign = (bits & 0x80u) << 24, rest = bits & 0x7fu;
-    if (rest < 8) return __uint_as_float(sign | __float_as_uint(static_cast<float>(rest) * 0.001953125f));
-    return __uint_as_float(sign | ((rest + (120u << 3)) << 20));
+    return 256.0f * ptx::fp16_to_float(static_cast<unsigned short>((bits & 0x80u) << 8 | (bits & 0x7fu) << 7));
 }
 
-// The level in -7..7 of a value in units of its row's scale, stored as level + 8 in four bits.
+// The level in -8..7 of a value in units of its row's scale, stored as level + 8 in four bits: it stands for level +
+// 0.5, the middle of its step.
 static __device__ __forceinline__ float int4_level(float x) {
-    return fminf(fmaxf(rintf(x), -7.0f), 7.0f);
+    return fminf(fmaxf(floorf(x), -8.0f), 7.0f);
 }

@@ -15,23 +15,26 @@ from torch import Tensor
 __all__ = ["RowSnapshot"]
 
 _FP8_MAX = 448.0
-_INT4_MAX = 7.0
+_INT4_LIMIT = 7.5  # levels -8..7 stand for the middles of 16 steps: (level + 0.5) scale
 # A row of many columns loses less by clipping its few largest values than by a coarser step for all.
 _INT4_CLIPS = (1.0, 0.8)
 
 
 def _row_scale(rows: Tensor, largest: float) -> Tensor:
-    """Return amax / largest of each row [n, D] as [n, 1], rounded to bfloat16; 1 for a row of zeros."""
-    scale = (rows.abs().amax(dim=1, keepdim=True) / largest).to(torch.bfloat16).to(torch.float32)
-    return torch.where(scale == 0, torch.ones_like(scale), scale)
+    """Return amax / largest of each row [n, D] as [n, 1], rounded to bfloat16."""
+    return (rows.abs().amax(dim=1, keepdim=True) / largest).to(torch.bfloat16).to(torch.float32)
 
 
 def _quantize_int4(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return scale [n, 1] and levels [n, D] in -7..7; of two clips, each row takes the more exact one."""
-    scales = [_row_scale(rows, _INT4_MAX / clip) for clip in _INT4_CLIPS]
-    levels = [(rows * scale.reciprocal()).round().clamp(-_INT4_MAX, _INT4_MAX) for scale in scales]
+    """Return scale [n, 1] and levels [n, D] in -8..7; of two clips, each row takes the more exact one.
+
+    A row of zeros has scale 0.
+    """
+    scales = [_row_scale(rows, _INT4_LIMIT / clip) for clip in _INT4_CLIPS]
+    inverses = [scale.reciprocal().masked_fill(scale == 0, 0.0) for scale in scales]
+    levels = [(rows * inverse).floor().clamp(-8.0, 7.0) for inverse in inverses]
     errors = [
-        (level * scale - rows).square().sum(1, keepdim=True)
+        ((level + 0.5) * scale - rows).square().sum(1, keepdim=True)
         for level, scale in zip(levels, scales, strict=True)
     ]
     clipped = errors[1] < errors[0]
@@ -88,6 +91,7 @@ class RowSnapshot:
         rows = rows.to(torch.float32)
         if self.mode == "fp8":
             scale = _row_scale(rows, _FP8_MAX)
+            scale = scale.masked_fill(scale == 0, 1.0)  # of a row of zeros
             # The bfloat16 scale may be a little below amax / 448; beyond 448 e4m3fn has only NaN.
             self.payload[start:end] = (rows * scale.reciprocal()).clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
         else:
@@ -107,4 +111,4 @@ class RowSnapshot:
         levels = torch.stack((payload & 15, payload >> 4), dim=2).view(payload.shape[0], -1)[
             :, : self.columns
         ]
-        return ((levels.to(torch.float32) - 8.0) * scale).to(self.dtype)
+        return ((levels.to(torch.float32) - 7.5) * scale).to(self.dtype)

@@ -1,17 +1,18 @@
-"""The stepwise backward plan: GWR, d_u update, Phase A, GDS, last chunk first; then Phase 1 of all chunks."""
+"""The backward plan: GWR, d_u update, Phase A, GDS, last chunk first; then Phase 1 of all chunks."""
 
 from __future__ import annotations
 
 from sdm_rt.plan.buffer import Buffer, total_bytes
 from sdm_rt.plan.device import DeviceModel, require_supported
-from sdm_rt.plan.forward import PRODUCT_COLUMNS, PRODUCT_TILE, snapshot_code, vector_values
+from sdm_rt.plan.forward import PRODUCT_TILE, product_columns, snapshot_code, vector_values
 from sdm_rt.plan.kernel_resources import kernel_resources
 from sdm_rt.plan.launch import Argument, Launch, int32s, pdl_defines, pointers
+from sdm_rt.plan.persistent_backward import choose_backward_schedule, persistent_backward_constants
 from sdm_rt.plan.phase1 import RECORD_BYTES, capacity, read_capacity
 from sdm_rt.plan.phase1_backward import plan_phase1_backward_launches, stages_outputs
 from sdm_rt.plan.shapes import WriteReadShape, dtype_bytes, kernel_type
 from sdm_rt.plan.shared_memory import one_block_per_sm
-from sdm_rt.plan.step_plan import Call, StepPlan
+from sdm_rt.plan.step_plan import StepPlan
 from sdm_rt.plan.tiling import ceil_div
 from sdm_rt.runtime.kernel import KernelSpec
 
@@ -79,7 +80,7 @@ def gwr_kernel(shape: WriteReadShape, pdl: bool) -> KernelSpec:
         (
             *_dtypes(shape),
             ("LOADS", str(row_loads(shape))),
-            *pdl_defines(waits=pdl),
+            *pdl_defines(waits=pdl, triggers=pdl),
             ("VECTOR", str(_own_vector(shape))),
         ),
     )
@@ -108,6 +109,7 @@ def _gwr(shape: WriteReadShape, device: DeviceModel, pdl: bool) -> Launch:
         floor_bytes=floor,
         shared_memory=4 * GWR_WARPS * slice_columns + 16 * W,
         pdl=pdl,
+        triggers=device.pdl,
         note=f"one token's written rows a block, {GWR_WARPS} rows side by side",
     )
 
@@ -117,18 +119,21 @@ def du_update_kernel(shape: WriteReadShape, columns: int, pdl: bool) -> KernelSp
     return KernelSpec(
         "du_update.cu",
         ("du_update",),
-        (("BANK", kernel_type(shape.bank_dtype)), ("COLUMNS", str(columns)), *pdl_defines(waits=pdl)),
+        (("BANK", kernel_type(shape.bank_dtype)), ("COLUMNS", str(columns)), *pdl_defines(waits=pdl, triggers=pdl)),
     )
 
 
 def _du_update(shape: WriteReadShape, device: DeviceModel) -> Launch:
     C, D = shape.chunk, shape.head_dim
-    wide, narrow = PRODUCT_COLUMNS
-    columns = wide if shape.streams * ceil_div(D, wide) >= device.sm_count else narrow
     side = min(PRODUCT_TILE, ceil_div(C, 4) * 4)
+
+    def need_of(columns: int) -> int:
+        return 4 * (2 * C * columns + 2 * side * (side + 4) - 4)
+
+    columns = product_columns(shape, device, need_of)
     kernel = du_update_kernel(shape, columns, device.pdl)
     static = kernel_resources(kernel, "du_update", device).static_shared
-    need = 4 * (2 * C * columns + 2 * side * (side + 4) - 4)
+    need = need_of(columns)
     shared = one_block_per_sm(need, static, device)
     triangles = 2 * 4 * shape.streams * C * (C + 1) // 2
     reads = ("x", "qx", "strength", "grad_readings", "gwr", "lengths", "cu_seqlens")
@@ -150,6 +155,7 @@ def _du_update(shape: WriteReadShape, device: DeviceModel) -> Launch:
         shared_memory=shared,
         shared_padding=shared - need,
         pdl=device.pdl,
+        triggers=device.pdl,
         note=f"{columns} columns of a chunk a block, padded to one block an SM, IEEE float32",
     )
 
@@ -162,7 +168,7 @@ def phase_a_kernel(shape: WriteReadShape, pdl: bool) -> KernelSpec:
         (
             *_dtypes(shape),
             ("LOADS", str(row_loads(shape))),
-            *pdl_defines(waits=pdl),
+            *pdl_defines(waits=pdl, triggers=pdl),
             ("SNAPSHOT", snapshot_code(shape)),
             ("VECTOR", str(_bank_vector(shape))),
         ),
@@ -191,6 +197,7 @@ def _phase_a(shape: WriteReadShape, device: DeviceModel) -> Launch:
         bytes_moved=floor + shape.write_rows * shape.gradient_row_bytes + small,
         floor_bytes=floor,
         pdl=device.pdl,
+        triggers=device.pdl,
         note="one warp a written slot, its snapshot loaded before the wait for lam",
     )
 
@@ -203,7 +210,7 @@ def gds_kernel(shape: WriteReadShape, pdl: bool) -> KernelSpec:
         (
             *_dtypes(shape),
             ("LOADS", str(row_loads(shape))),
-            *pdl_defines(waits=pdl),
+            *pdl_defines(waits=pdl, triggers=pdl),
             ("VECTOR", str(_bank_vector(shape))),
         ),
     )
@@ -232,6 +239,7 @@ def _gds(shape: WriteReadShape, device: DeviceModel) -> Launch:
         bytes_moved=floor + small,
         floor_bytes=floor,
         pdl=device.pdl,
+        triggers=device.pdl,
         note="one warp a read slot",
     )
 
@@ -281,11 +289,15 @@ def _buffers(shape: WriteReadShape) -> tuple[Buffer, ...]:
     )
 
 
-def plan_backward(shape: WriteReadShape, device: DeviceModel) -> StepPlan:
+def plan_backward(shape: WriteReadShape, device: DeviceModel, schedule: str | None = None) -> StepPlan:
     """Plan the backward (math.md "The backward"): the steps, last chunk first; then Phase 1 of all chunks.
 
+    The steps are four launches each, or two launches for all steps of a slab
+    (`sdm_rt.plan.persistent_backward`).
+
     Where the GPU has PDL every launch of the loop is a programmatic dependent of the one before it, except
-    the first; the launches after the loop are plain.
+    the first, and lets its own dependent start early, which then waits; the launches after the loop are
+    plain.
 
     Parameters
     ----------
@@ -293,6 +305,8 @@ def plan_backward(shape: WriteReadShape, device: DeviceModel) -> StepPlan:
         Shapes and dtypes.
     device : DeviceModel
         The GPU.
+    schedule : {"stepwise", "persistent"}, optional
+        Forces a schedule; both give the same bits.
 
     Returns
     -------
@@ -305,26 +319,38 @@ def plan_backward(shape: WriteReadShape, device: DeviceModel) -> StepPlan:
         For a GPU below compute capability 8.0.
     ValueError
         For the shape of a call that saves nothing (``training=False``).
+    UnsupportedConfigurationError
+        For a forced schedule that cannot run.
     """
     require_supported(device)
     if not shape.training:
         raise ValueError("a backward needs what the forward saves: training must be True, got False")
     if shape.streams == 0 or shape.tokens == 0:
         return StepPlan("backward", device, shape, steps=0, first_step=(), step=(), order="descending")
-    rest: tuple[Call, ...] = (_du_update(shape, device), _phase_a(shape, device), _gds(shape, device))
+    rest = (_du_update(shape, device), _phase_a(shape, device), _gds(shape, device))
+    first_step: tuple[Launch, ...] = (_gwr(shape, device, pdl=False), *rest)
+    step: tuple[Launch, ...] = (_gwr(shape, device, device.pdl), *rest)
     launches, scratch = plan_phase1_backward_launches(shape, device)
     buffers = (*_buffers(shape), *scratch)
+    slabs, note = choose_backward_schedule(shape, device, step, schedule)
+    prologue: tuple[Launch, ...] = ()
+    if slabs is not None:
+        prologue, first_step, step = slabs.launches, (), ()
+        buffers = (*(buffer for buffer in buffers if buffer.name != "gwr"), *slabs.buffers)
+    notes = (note,) if note else ()
     return StepPlan(
         "backward",
         device,
         shape,
         steps=shape.chunks,
-        first_step=(_gwr(shape, device, pdl=False), *rest),
-        step=(_gwr(shape, device, device.pdl), *rest),
+        first_step=first_step,
+        step=step,
         order="descending",
+        prologue=prologue,
         epilogue=(_gram_backward(shape), *launches),
+        slab_steps=slabs.slab_steps if slabs is not None else 0,
         buffers=buffers,
-        notes=(f"working memory {total_bytes(buffers) / 2**20:,.1f} MiB",),
+        notes=(*notes, f"working memory {total_bytes(buffers) / 2**20:,.1f} MiB"),
     )
 
 
@@ -344,5 +370,9 @@ def backward_constants(plan: StepPlan) -> dict[str, int]:
         "wide_index": int(shape.index_dtype == "int64"),
         "stage_outputs": int(stages_outputs(shape, plan.device)),
     }
+    if plan.schedule == "persistent":
+        walk = plan.prologue[0]
+        assert isinstance(walk, Launch)
+        numbers |= persistent_backward_constants(shape, plan.device, walk, plan.slab_steps)
     taken = {argument.name for launch in plan.kernels() for argument in launch.arguments}
     return {name: number for name, number in numbers.items() if name in taken}

@@ -42,11 +42,12 @@ def planned_backward(
     *,
     bank_gradient: bool,
     bank: Tensor,
+    schedule: str | None = None,
 ) -> tuple[StepPlan, list[Call], dict[str, Tensor], list[Tensor]]:
     """Plan the backward of a planned training call; return also the gradients and the scratch."""
     shape = forward.plan.shape
     assert isinstance(shape, WriteReadShape)
-    plan = plan_backward(shape, model)
+    plan = plan_backward(shape, model, schedule)
     rows, dtype = problem.streams * problem.tokens, bank.dtype
     wide = torch.float32 if shape.gradient_bank_dtype == "float32" else dtype
     gradient_bank = (
@@ -72,7 +73,7 @@ def planned_backward(
     calls = []
     for step, launch in plan.launches():
         assert isinstance(launch, Launch)
-        now = values | ({} if step is None else {"step": step})
+        now = values | ({} if step is None else {"step": step, "slab_step": plan.slab_step(step)})
         calls.append(Call(launch, {argument.name: now[argument.name] for argument in launch.arguments}))
     return plan, calls, gradients | {"grad_memory": gradient_bank}, list(buffers.values())
 
@@ -86,11 +87,12 @@ def train_on_emulator(
     bank_gradient: bool = True,
     snapshot: str = "none",
     grad_bank_fp32: bool = False,
+    schedule: str | None = None,
     seed: int = 0,
     replacements: Sequence[Replacement] = (),
     builds: Sequence[BuildKind] = BUILDS,
 ) -> tuple[Trained, StepPlan]:
-    """Run the planned launches of a forward and its backward."""
+    """Run the planned launches of a forward and its backward; ``schedule`` is the backward's."""
     forward = planned_forward(
         problem,
         chunk,
@@ -102,7 +104,7 @@ def train_on_emulator(
     )
     memory = forward.values["memory"]
     plan, calls, gradients, scratch = planned_backward(
-        problem, forward, model, bank_gradient=bank_gradient, bank=memory
+        problem, forward, model, bank_gradient=bank_gradient, bank=memory, schedule=schedule
     )
     written = [x for name, x in gradients.items() if name != "grad_memory"]
     run(

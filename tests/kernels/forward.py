@@ -74,7 +74,7 @@ def planned_forward(
     training: bool = False,
     snapshot: str = "none",
     grad_bank_fp32: bool = False,
-    schedule: str | None = None,
+    schedule: str | None = "stepwise",
     optional: Mapping[str, Tensor] | None = None,
 ) -> Planned:
     """Plan a call; ``optional`` holds results that the op leaves out."""

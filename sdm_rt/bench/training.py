@@ -88,14 +88,16 @@ def measure_step(
     return {name: round(value, 4) for name, value in zip(names, medians, strict=True)}
 
 
-def bind_backward(case: Case, inputs: Inputs) -> tuple[BoundPlan, dict[str, Tensor]]:
+def bind_backward(
+    case: Case, inputs: Inputs, schedule: str | None = None
+) -> tuple[BoundPlan, dict[str, Tensor]]:
     """Run a training forward's launches, then bind the backward's to what they left."""
-    forward, tensors = bind(training_plan(case), case, inputs)
+    forward, tensors = bind(training_plan(case, schedule), case, inputs)
     index = torch.cuda.current_device()
     forward.run(current_stream(index))
     shape = forward.plan.shape
     assert isinstance(shape, WriteReadShape)
-    plan = plan_backward(shape, forward.plan.device)
+    plan = plan_backward(shape, forward.plan.device, schedule)
     bound = BoundPlan(plan, device.gpu(index), current_stream(index))
     rows, like = case.streams * case.tokens, inputs.memory
     tensors |= {
@@ -149,7 +151,7 @@ def bench_training(names: Sequence[str], kernels: bool, schedule: str | None) ->
             flush=True,
         )
         if kernels:
-            bound, tensors = bind_backward(case, inputs)
+            bound, tensors = bind_backward(case, inputs, schedule)
             row["backward_kernels_us"] = kernel_us(bound)
             print("  us: " + "  ".join(f"{k} {t}" for k, t in row["backward_kernels_us"].items()))
             del bound, tensors

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="the reference schedule's backward (torch.baddbmm where it uses it), for comparison",
     )
-    parser.add_argument("--schedule", choices=SCHEDULES, help="of the forward (default: the plan's choice)")
+    parser.add_argument("--schedule", choices=SCHEDULES, help="of both passes (default: the plan's choice)")
     parser.add_argument("--json", action="store_true", help="print JSON, one object a plan in a list")
 
 
@@ -83,7 +83,9 @@ def _plan(name: str, arguments: argparse.Namespace, device: DeviceModel) -> Step
     )
     if name == "forward":
         return plan_forward(shape, device, arguments.schedule)
-    return (plan_reference_backward if arguments.reference else plan_backward)(shape, device)
+    if arguments.reference:
+        return plan_reference_backward(shape, device)
+    return plan_backward(shape, device, arguments.schedule)
 
 
 def run(arguments: argparse.Namespace) -> int:

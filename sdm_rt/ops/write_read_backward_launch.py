@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,11 +26,13 @@ from sdm_rt.ops.write_read_launch import (
 from sdm_rt.plan.backward import backward_constants, plan_backward
 from sdm_rt.plan.buffer import Arena
 from sdm_rt.plan.forward import kept_buffers
+from sdm_rt.plan.persistent import SCHEDULES
 from sdm_rt.runtime.interop import current_stream
 
 __all__ = ["aligned_gradient", "backward_on_gpu", "bind_backward", "gradient_bank_dtype", "new_gradients"]
 
 LOAD_BYTES = 16
+_PLANNERS = {schedule: partial(plan_backward, schedule=schedule) for schedule in (None, *SCHEDULES)}
 
 
 def aligned_gradient(grad_readings: Tensor, bank: Tensor) -> Tensor:
@@ -98,7 +101,7 @@ def bind_backward(
         Where the gradients go; ``grads.memory`` holds the gradient of the final bank.
     """
     planned = planned_shape(bank, operands, call, layout.alignment, training=True)
-    bound = bound_plan(plan_backward, planned, bank.get_device(), backward_constants)
+    bound = bound_plan(_PLANNERS[call.schedule], planned, bank.get_device(), backward_constants)
     plan = bound.plan
     scratch = Arena.of(plan.buffers)
     working = new_scratch(scratch, bank.device)
@@ -173,7 +176,7 @@ def backward_on_gpu(
         {
             "op": "sdm_write_read_backward",
             "path": "gpu",
-            "schedule": "stepwise",
+            "schedule": bound.plan.plan.schedule,
             "graph": False,
             "plan": bound.plan.plan,
         }

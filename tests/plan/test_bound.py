@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from sdm_rt.plan import bound
-from sdm_rt.plan.backward import plan_backward, plan_reference_backward
+from sdm_rt.plan.backward import plan_backward
 from sdm_rt.plan.bound import BoundPlan
 from sdm_rt.plan.decode import plan_decode
 from sdm_rt.plan.device import preset
 from sdm_rt.plan.forward import plan_forward
 from sdm_rt.plan.launch import Launch
+from sdm_rt.plan.reference_backward import plan_reference_backward
 from sdm_rt.plan.shapes import DecodeShape, WriteReadShape
 from sdm_rt.plan.step_plan import StepPlan
 from sdm_rt.runtime.device import Gpu
@@ -66,7 +67,7 @@ def values(plan: StepPlan) -> dict[str, int]:
 
 
 def test_each_distinct_launch_is_prepared_once(prepared: list[tuple[Launch, int]]) -> None:
-    plan = plan_backward(SHAPE, preset("h100"))
+    plan = plan_backward(SHAPE, preset("h100"), "stepwise")
     BoundPlan(plan, GPU, STREAM)
     # The GWR issued first differs in its PDL flag, so it is prepared apart.
     assert [launch.name for launch, _ in prepared] == [
@@ -75,14 +76,22 @@ def test_each_distinct_launch_is_prepared_once(prepared: list[tuple[Launch, int]
         "phase_a",
         "gds",
         "gwr",
-        "column_sum",
+        "gram_backward",
+        "phase1_backward_pairs",
+        "phase1_backward_gates",
     ]
-    assert [left for _, left in prepared] == [5, 4, 3, 2, 1, 0]
+    assert [left for _, left in prepared] == [7, 6, 5, 4, 3, 2, 1, 0]
 
 
-@pytest.mark.parametrize("planner", [plan_forward, plan_backward])
-def test_run_follows_the_plan_and_writes_each_step(planner: Any, prepared: list[tuple[Launch, int]]) -> None:
-    plan = planner(SHAPE, preset("h100"))
+@pytest.mark.parametrize(
+    ("planner", "schedule"),
+    [(plan_forward, "stepwise"), (plan_forward, "persistent"), (plan_backward, "stepwise")],
+)
+def test_run_follows_the_plan_and_writes_each_step(
+    planner: Any, schedule: str, prepared: list[tuple[Launch, int]]
+) -> None:
+    plan = planner(SHAPE, preset("h100"), schedule)
+    assert plan.schedule == schedule
     runner = BoundPlan(plan, GPU, STREAM)
     given = values(plan)
     runner.set(given)
@@ -98,7 +107,7 @@ def test_run_follows_the_plan_and_writes_each_step(planner: Any, prepared: list[
 
 
 def test_new_arguments_reach_every_launch_that_has_them(prepared: list[tuple[Launch, int]]) -> None:
-    plan = plan_backward(SHAPE, preset("h100"))
+    plan = plan_backward(SHAPE, preset("h100"), "stepwise")
     runner = BoundPlan(plan, GPU, STREAM)
     runner.set(values(plan))
     runner.set({"gradient_bank": 9999})
@@ -146,7 +155,7 @@ def test_capture_hands_over_the_sequence_with_its_steps(monkeypatch: pytest.Monk
         return "graph"
 
     monkeypatch.setattr(bound.graph, "capture", capture)
-    plan = plan_backward(SHAPE, preset("h100"))
+    plan = plan_backward(SHAPE, preset("h100"), "stepwise")
     runner = BoundPlan(plan, GPU, STREAM)
     runner.set(values(plan))
     assert runner.capture("tensors") == "graph"

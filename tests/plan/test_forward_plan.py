@@ -1,8 +1,9 @@
-"""The forward plan against its kernels: signatures, shared memory, variants, slabs, working memory."""
+"""The stepwise forward plan against its kernels: signatures, shared memory, variants, slabs, memory."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from itertools import product
 from pathlib import Path
@@ -10,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from sdm_rt.errors import UnsupportedConfigurationError
+from sdm_rt.plan import forward
+from sdm_rt.plan.backward import plan_backward
 from sdm_rt.plan.device import PRESETS, DeviceModel, preset
-from sdm_rt.plan.forward import forward_constants, plan_forward
+from sdm_rt.plan.forward import forward_constants, kept_buffers
 from sdm_rt.plan.launch import Launch
 from sdm_rt.plan.phase1 import sort_passes
 from sdm_rt.plan.shapes import BANK_DTYPES, INDEX_DTYPES, SNAPSHOTS, WriteReadShape, dtype_bytes
@@ -21,8 +24,11 @@ from sdm_rt.runtime.kernel import KernelSpec
 from tests.plan.cases import FLAGSHIP, WRITE_READ_CASES
 
 KERNELS = Path(__file__).parents[2] / "kernels_cu"
-NAMES = ("phase1_sort", "phase1_scan", "phase1_gram", "solve", "gather", "dual_matmul", "decay_write")
+PHASE1 = ("phase1_sort", "phase1_scan", "phase1_gram", "solve")
+NAMES = (*PHASE1, "keep_rows", "gather", "dual_matmul", "decay_write")
+plan_forward = functools.partial(forward.plan_forward, schedule="stepwise")
 SMALL = WriteReadShape(2, 150, 64, 8, 8, 128, 256)
+QUANTIZED = dataclasses.replace(SMALL, snapshot="fp8")  # its plan has every kernel
 KINDS = {"int": "int32", "long long": "int64"}
 
 
@@ -55,14 +61,14 @@ def test_arguments_are_the_kernels_parameters(name: str) -> None:
     for parameter in signature[1].split(","):
         kind, parameter_name = " ".join(parameter.split()).rsplit(" ", 1)
         parameters.append((parameter_name, "pointer" if "*" in kind else KINDS[kind]))
-    planned = launch(plan_forward(SMALL, preset("h100")), name)
+    planned = launch(plan_forward(QUANTIZED, preset("h100")), name)
     assert [(argument.name, argument.kind) for argument in planned.arguments] == parameters
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_macro_of_a_variant_stands_in_its_kernels_header(name: str) -> None:
     header = source(name).split("#include")[0]
-    plan = plan_forward(SMALL, preset("h100"))
+    plan = plan_forward(QUANTIZED, preset("h100"))
     for macro in dict(launch(plan, name).kernel.defines):
         if not macro.startswith("SDM_PDL"):
             assert re.search(rf"\b{macro} \(", header), f"{name}.cu does not explain {macro}"
@@ -71,13 +77,15 @@ def test_every_macro_of_a_variant_stands_in_its_kernels_header(name: str) -> Non
 def test_blocks_are_those_that_the_kernels_are_written_for() -> None:
     plan = plan_forward(FLAGSHIP, preset("h100"))
     assert launch(plan, "phase1_sort").block == (int(defines(FLAGSHIP, "phase1_sort")["THREADS"]), 1, 1)
-    assert launch(plan, "phase1_scan").block == (constant("phase1_scan", "THREADS"), 1, 1)
+    assert launch(plan, "phase1_scan").block == (int(defines(FLAGSHIP, "phase1_scan")["THREADS"]), 1, 1)
     assert launch(plan, "phase1_gram").block == (32 * constant("phase1_gram", "ROWS"), 1, 1)
     tile, panel = constant("solve", "TILE"), constant("solve", "PANEL")
     assert launch(plan, "solve").block == (tile * panel // 4, 1, 1)
     columns = int(defines(FLAGSHIP, "dual_matmul")["COLUMNS"])
     assert launch(plan, "dual_matmul").block == (constant("dual_matmul", "TILE") // 2 * columns // 4, 1, 1)
-    assert launch(plan, "decay_write").block == (32 * constant("decay_write", "WARPS"), 1, 1)
+    assert launch(plan, "decay_write").block == (constant("decay_write", "THREADS"), 1, 1)
+    keep_rows = launch(plan_forward(QUANTIZED, preset("h100")), "keep_rows")
+    assert keep_rows.block == (32 * constant("keep_rows", "WARPS"), 1, 1)
     most = constant("gather", "MAX_THREADS")
     for dtype, D in product(BANK_DTYPES, (1, 3, 8, 30, 64, 100, 128, 500, 1000, 1024, 4096, 16384)):
         shape = dataclasses.replace(SMALL, head_dim=D, bank_dtype=dtype, gradient_bank_dtype=dtype)
@@ -135,7 +143,7 @@ def product_bytes(C: int, columns: int, training: bool) -> int:
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("C", [1, 2, 15, 16, 17, 33, 64, 100, 128, 255, 256])
 def test_shared_memory_by_hand(C: int, training: bool) -> None:
-    shape = WriteReadShape(2, 1024, C, 7, 9, 1024, 4096, training=training)
+    shape = WriteReadShape(2, 1024, C, 7, 9, 1024, 4096, training=training, snapshot="int4")
     plan = plan_forward(shape, preset("h100"))
     columns = int(defines(shape, "dual_matmul")["COLUMNS"])
     # Nine offsets of 8 bytes and weights of 4; four rows of 1,024 sums.
@@ -146,8 +154,8 @@ def test_shared_memory_by_hand(C: int, training: bool) -> None:
         "solve": solve_bytes(C),
         "gather": 9 * 12 + 4 * 4 * 1024,
         "dual_matmul": product_bytes(C, columns, training),
-        "decay_write": 0,
-    }
+        "decay_write": 4 * C * 128,  # delta of 16 words of eight columns
+    } | ({"keep_rows": 0} if training else {})
 
 
 @pytest.mark.parametrize(
@@ -163,6 +171,8 @@ def test_shared_memory_by_hand(C: int, training: bool) -> None:
         ("solve", 256, 81_980),
         ("dual_matmul", 64, 39_152),
         ("dual_matmul", 256, 52_208),
+        ("decay_write", 64, 32_768),
+        ("decay_write", 256, 131_072),
     ],
 )
 def test_shared_memory_in_figures(name: str, C: int, need: int) -> None:
@@ -215,28 +225,32 @@ def test_an_item_holds_its_code_and_what_the_first_pass_leaves_of_its_slot(slots
     assert defines(dataclasses.replace(SMALL, slots=slots), "phase1_sort")["ITEM"] == item
 
 
+@pytest.mark.parametrize(
+    ("chunk", "lanes", "threads"), [(64, 128, "256"), (128, 64, "256"), (128, 65, "512"), (256, 256, "512")]
+)
+def test_the_scan_of_a_large_chunk_takes_more_threads(chunk: int, lanes: int, threads: str) -> None:
+    shape = WriteReadShape(2, 1024, chunk, lanes, lanes, 1024, 4096, training=False)
+    assert defines(shape, "phase1_scan")["THREADS"] == threads
+
+
 @pytest.mark.parametrize("device", PRESETS)
 @pytest.mark.parametrize("dtype", BANK_DTYPES)
-def test_a_call_that_saves_nothing_fits_every_gpu(device: str, dtype: str) -> None:
-    for C, D, lanes in product((1, 64, 200, 256), (1, 100, 1024, 16384), (1, 256)):
-        shape = WriteReadShape(2, 1000, C, lanes, lanes, D, 65536, bank_dtype=dtype, training=False)
-        for one in plan_forward(shape, preset(device)).kernels():
-            resources = one.resources(preset(device))
-            need = one.shared_memory + resources.static_shared
+@pytest.mark.parametrize("training", [False, True])
+def test_every_call_fits_every_gpu(device: str, dtype: str, training: bool) -> None:
+    """Chunks of any size, forward and backward."""
+    sizes = [
+        *product((1, 64, 200, 256), (1, 100, 1024, 16384), (1, 256)),
+        *((C, 1024, 64) for C in range(1, 257)),
+    ]
+    for C, D, lanes in sizes:
+        shape = WriteReadShape(2, 1000, C, lanes, lanes, D, 65536, bank_dtype=dtype, training=training)
+        plans = [plan_forward(shape, preset(device))]
+        if training:
+            plans.append(plan_backward(shape, preset(device), "stepwise"))
+        for one in (one for plan in plans for one in plan.kernels()):
+            need = one.shared_memory + one.resources(preset(device)).static_shared
             assert need <= preset(device).shared_memory_per_block
             assert one.occupancy(preset(device)).blocks
-
-
-@pytest.mark.parametrize("device", PRESETS)
-def test_a_training_forward_fits_wherever_its_backward_does(device: str) -> None:
-    for C, snapshot in product(range(1, 257, 5), SNAPSHOTS):
-        shape = WriteReadShape(2, 1000, C, 64, 64, 1024, 65536, snapshot=snapshot)
-        try:
-            plan = plan_forward(shape, preset(device))
-        except UnsupportedConfigurationError:
-            assert C > 180
-            continue
-        assert all(one.occupancy(preset(device)).blocks for one in plan.kernels())
 
 
 def test_more_streams_than_a_grid_holds_are_refused() -> None:
@@ -270,8 +284,10 @@ def test_a_load_divides_the_row_and_its_alignment(dtype: str, D: int, alignment:
     shape = dataclasses.replace(
         SMALL, head_dim=D, bank_dtype=dtype, gradient_bank_dtype=dtype, alignment=alignment
     )
-    for name in ("gather", "decay_write"):
-        assert defines(shape, name)["VECTOR"] == str(vector)
+    assert defines(shape, "gather")["VECTOR"] == str(vector)
+    whole = vector if vector * dtype_bytes(dtype) == 16 else 1  # whole words or single values
+    assert defines(shape, "decay_write")["VECTOR"] == str(whole)
+    assert defines(dataclasses.replace(shape, snapshot="int4"), "keep_rows")["VECTOR"] == str(whole)
     assert D % vector == 0
     assert max(alignment, dtype_bytes(dtype)) % (vector * dtype_bytes(dtype)) == 0
 
@@ -312,44 +328,83 @@ def test_rows_side_by_side_leave_a_warp_whole() -> None:
         assert gather.threads <= 512
 
 
-def test_the_product_takes_wide_blocks_where_every_sm_still_has_one() -> None:
-    # 2 streams of 1,024 columns: 64 blocks of 32 columns.
-    for sm_count, columns in ((64, "32"), (65, "16")):
-        device = dataclasses.replace(preset("h100"), sm_count=sm_count)
-        assert defines(FLAGSHIP, "dual_matmul", device)["COLUMNS"] == columns
-    assert defines(dataclasses.replace(FLAGSHIP, streams=5), "dual_matmul")["COLUMNS"] == "32"
+@pytest.mark.parametrize(
+    ("sm_count", "columns"), [(1, 64), (42, 64), (43, 32), (85, 32), (86, 16), (500, 16)]
+)
+def test_the_products_take_the_widest_blocks_that_give_three_sms_in_four_work(
+    sm_count: int, columns: int
+) -> None:
+    """2 streams of 1,024 columns: 32 blocks of 64 columns, 64 of 32."""
+    device = dataclasses.replace(preset("h100"), sm_count=sm_count)
+    assert defines(FLAGSHIP, "dual_matmul", device)["COLUMNS"] == str(columns)
+    du_update = launch(plan_backward(FLAGSHIP, device, "stepwise"), "du_update")
+    assert dict(du_update.kernel.defines)["COLUMNS"] == str(columns)
+
+
+def test_the_products_take_narrow_blocks_where_wide_ones_do_not_fit() -> None:
+    shape = dataclasses.replace(FLAGSHIP, streams=64, chunk=256)
+    for device, columns in (("h100", 64), ("rtx4090", 16)):
+        wide, chosen = product_bytes(256, 64, True), product_bytes(256, columns, True)
+        assert (wide <= preset(device).shared_memory_per_block) is (columns == 64)
+        planned = launch(plan_forward(shape, preset(device)), "dual_matmul")
+        assert dict(planned.kernel.defines)["COLUMNS"] == str(columns)
+        assert planned.shared_memory == chosen
 
 
 @pytest.mark.parametrize("dtype", BANK_DTYPES)
 @pytest.mark.parametrize("snapshot", SNAPSHOTS)
 def test_snapshot_variants(dtype: str, snapshot: str) -> None:
     code = {"none": "1", "bf16": "1" if dtype == "bfloat16" else "2", "fp8": "3", "int4": "4"}[snapshot]
+    quantized = snapshot in ("fp8", "int4")
     shape = dataclasses.replace(SMALL, bank_dtype=dtype, gradient_bank_dtype=dtype, snapshot=snapshot)
     for training in (True, False):
         one = dataclasses.replace(shape, training=training)
-        assert defines(one, "decay_write")["SNAPSHOT"] == (code if training else "0")
+        kept = code if training and not quantized else "0"
+        assert defines(one, "decay_write")["SNAPSHOT"] == kept
         assert defines(one, "dual_matmul")["SAVE"] == str(int(training))
+        names = [call.name for call in plan_forward(one, preset("h100")).step]
+        assert ("keep_rows" in names) is (training and quantized)
+        if training and quantized:
+            assert defines(one, "keep_rows")["SNAPSHOT"] == code
 
 
 @pytest.mark.parametrize(
-    ("D", "loads"), [(8, 1), (256, 1), (264, 2), (512, 2), (520, 4), (768, 4), (1024, 4), (16384, 4)]
+    ("device", "dtype", "C", "D", "lanes"),
+    [
+        ("h100", "bfloat16", 64, 64, 8),
+        ("h100", "bfloat16", 64, 65, 16),
+        ("h100", "float32", 64, 32, 8),
+        ("h100", "float32", 64, 33, 16),
+        ("h100", "bfloat16", 256, 16384, 16),  # 131,072 bytes
+        ("a100", "bfloat16", 256, 1024, 16),
+        ("rtx4090", "bfloat16", 198, 1024, 16),  # 101,376
+        ("rtx4090", "bfloat16", 199, 1024, 8),
+        ("rtx4090", "float32", 256, 1024, 16),  # 65,536
+    ],
 )
-def test_words_that_a_thread_holds_are_a_power_of_two(D: int, loads: int) -> None:
-    assert defines(dataclasses.replace(SMALL, head_dim=D), "decay_write")["LOADS"] == str(loads)
+def test_a_slice_of_the_decay_and_write_is_16_words_where_its_delta_fits(
+    device: str, dtype: str, C: int, D: int, lanes: int
+) -> None:
+    shape = WriteReadShape(2, 1024, C, 8, 8, D, 4096, bank_dtype=dtype)
+    planned = launch(plan_forward(shape, preset(device)), "decay_write")
+    assert dict(planned.kernel.defines)["LANES"] == str(lanes)
+    assert planned.shared_memory == 4 * C * lanes * (8 if dtype == "bfloat16" else 4)
 
 
-def wide_grid() -> list[WriteReadShape]:
+def wide_grid(sm_count: int) -> list[WriteReadShape]:
     """Shapes that differ in all that a forward plan chooses by."""
-    widths = (1, 3, 17, 33, 64, 65, 66, 100, 129, 256, 257, 512, 513, 1000, 1025, 2052, 4098, 16384)
+    widths = (1, 3, 17, 32, 33, 64, 65, 66, 100, 129, 256, 257, 512, 513, 1000, 1025, 2052, 4098, 16384)
     shapes = []
     for dtype, D, alignment in product(BANK_DTYPES, widths, (2, 4, 8, 16)):
         base = WriteReadShape(1, 300, 16, 8, 8, D, 64, bank_dtype=dtype, alignment=alignment)
         shapes += [dataclasses.replace(base, snapshot=snapshot) for snapshot in SNAPSHOTS]
         shapes += [dataclasses.replace(base, training=False, index_dtype=index) for index in INDEX_DTYPES]
-    for index, C, slots in product(INDEX_DTYPES, (16, 180), (64, 2**30)):
-        shapes.append(WriteReadShape(1, 300, C, 64, 64, 64, slots, index_dtype=index))
-    for dtype, training, streams, C in product(BANK_DTYPES, (False, True), (1, 200), (16, 128)):
-        shapes.append(WriteReadShape(streams, 300, C, 8, 8, 64, 64, bank_dtype=dtype, training=training))
+    for index, dtype, C, slots in product(INDEX_DTYPES, BANK_DTYPES, (16, 180), (64, 2**30)):
+        shapes.append(WriteReadShape(1, 300, C, 64, 64, 64, slots, bank_dtype=dtype, index_dtype=index))
+    # One block, half a block and a block an SM of the products' widest, above and below the trigger's chunk.
+    streams = (1, sm_count // 2, sm_count)
+    for dtype, training, P, C in product(BANK_DTYPES, (False, True), streams, (16, 80)):
+        shapes.append(WriteReadShape(P, 300, C, 8, 8, 64, 64, bank_dtype=dtype, training=training))
     return shapes
 
 
@@ -359,7 +414,7 @@ def test_the_table_lists_what_plans_choose_and_nothing_else(target: str) -> None
     chosen = {
         one.kernel
         for device in devices
-        for shape in wide_grid()
+        for shape in wide_grid(device.sm_count)
         for one in plan_forward(shape, device).kernels()
     }
     listed = {spec for spec in variants(target) if set(spec.entries) & set(NAMES)}
@@ -415,19 +470,47 @@ def test_a_training_call_is_one_slab_and_keeps_what_the_backward_reads() -> None
     chunks, entries = 1024, 1024 * 64 * 64
     slots = min(64 * 64, 65536)
     by_hand = {
-        "payload": 4 * 2 * entries,
-        "k_eff": 4 * entries,
-        "q_w": 4 * entries,
         "strength": 4 * chunks * 64,
-        "write_terms": 8 * entries,
+        "write_entries": 16 * entries,
+        "write_terms": 16 * entries,
+        "write_weight": 4 * entries,
         "slots": 16 * chunks * slots,
         "slot_count": 4 * chunks,
+        "slot_reads": 8 * chunks * slots,
+        "read_entries": 16 * entries,
+        "read_terms": 16 * entries,
+        "read_slots": 16 * chunks * slots,
+        "read_slot_count": 4 * chunks,
         "x": 4 * chunks * 64 * 64,
         "qx": 4 * chunks * 64 * 64,
         "err": 4 * chunks * 64 * 1024,
         "snapshot": 2 * chunks * slots * 1024,
     }
     assert {buffer.name: buffer.bytes for buffer in plan.buffers if buffer.kept} == by_hand
+
+
+@pytest.mark.parametrize("snapshot", SNAPSHOTS)
+def test_what_a_call_keeps_is_the_same_on_every_gpu_and_in_both_schedules(snapshot: str) -> None:
+    shape = dataclasses.replace(SMALL, snapshot=snapshot)
+    for device in PRESETS.values():
+        for schedule in (None, "stepwise"):
+            plan = forward.plan_forward(shape, device, schedule)
+            assert tuple(buffer for buffer in plan.buffers if buffer.kept) == kept_buffers(shape)
+    assert kept_buffers(dataclasses.replace(shape, training=False)) == ()
+
+
+def test_what_a_backward_reads_is_kept_or_the_callers() -> None:
+    """Or made by the backward itself."""
+    for snapshot in SNAPSHOTS:
+        shape = dataclasses.replace(SMALL, snapshot=snapshot)
+        plan = plan_backward(shape, preset("h100"), "stepwise")
+        own = {buffer.name for buffer in plan.buffers}
+        given = {"k_idx", "lengths", "cu_seqlens", "memory", "gradient_bank", "grad_readings"}
+        given |= {"given_log_k", "given_log_q", "given_rex", "gate_gradients"}  # null in calls of the op
+        given |= set() if snapshot in ("fp8", "int4") else {"snapshot_scale"}
+        results = {"grad_v", "grad_beta", "grad_k_val", "grad_q_val", "grad_g"}
+        kept = {buffer.name for buffer in kept_buffers(shape)}
+        assert plan.pointer_names == own | given | results | kept
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,14 @@
-"""Every number of the specification's shared-memory plans, and the refusals."""
+"""Every number of the specification's shared-memory plans, and the refusals, of the reference schedule."""
 
 from __future__ import annotations
 
 import pytest
 
 from sdm_rt.errors import UnsupportedConfigurationError
-from sdm_rt.plan.backward import plan_backward
-from sdm_rt.plan.device import PRESETS, preset
-from sdm_rt.plan.forward import plan_forward
+from sdm_rt.plan.device import PRESETS, DeviceModel, preset
 from sdm_rt.plan.kernel_resources import KernelResources
 from sdm_rt.plan.occupancy import occupancy
+from sdm_rt.plan.reference_backward import plan_reference_backward
 from sdm_rt.plan.shapes import WriteReadShape
 from sdm_rt.plan.shared_memory import (
     gates_plan,
@@ -19,7 +18,6 @@ from sdm_rt.plan.shared_memory import (
     pairs_plan,
     phase_a_bytes,
     phase_a_plan,
-    require_backward_fits,
     snapshot_rows,
 )
 
@@ -66,16 +64,20 @@ def test_phase_a_is_refused_with_a_chunk_size_that_fits(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", PRESETS.values(), ids=PRESETS)
-@pytest.mark.parametrize("bank", [BF16, F32])
-@pytest.mark.parametrize("gradient", [BF16, F32])
+@pytest.mark.parametrize(("bank", "gradient"), [(BF16, BF16), (BF16, F32), (F32, F32)])
 def test_the_suggested_chunk_size_fits_and_the_next_does_not(
-    device: object, bank: str, gradient: str
+    device: DeviceModel, bank: str, gradient: str
 ) -> None:
     chunk = largest_chunk(device, bank, gradient)
-    require_backward_fits(chunk, bank, gradient, device)
+
+    def plan(chunk: int) -> None:
+        shape = WriteReadShape(2, 256, chunk, 8, 8, 64, 256, bank, gradient)
+        plan_reference_backward(shape, device)
+
+    plan(chunk)
     if chunk < 256:
         with pytest.raises(UnsupportedConfigurationError, match=f"chunk_size={chunk}\\."):
-            require_backward_fits(chunk + 1, bank, gradient, device)
+            plan(chunk + 1)
 
 
 def test_pairs_bytes() -> None:
@@ -169,10 +171,8 @@ def test_snapshot_rows_and_their_offsets() -> None:
     assert snapshot_rows(2**18 - 1, 2, 64, 64)[1] == 32
 
 
-def test_a_training_forward_is_refused_where_its_backward_would_be() -> None:
+def test_the_reference_schedule_is_refused_where_its_phase_a_does_not_fit() -> None:
     shape = WriteReadShape(8, 4096, 256, 128, 128, 1024, 65536)
-    for planner in (plan_forward, plan_backward):
-        with pytest.raises(UnsupportedConfigurationError, match=r"136,192 bytes.*101,376.*chunk_size=188\."):
-            planner(shape, preset("rtx4090"))
-    no_grad = WriteReadShape(8, 4096, 256, 128, 128, 1024, 65536, training=False)
-    assert plan_forward(no_grad, preset("rtx4090")).steps == 16
+    with pytest.raises(UnsupportedConfigurationError, match=r"136,192 bytes.*101,376.*chunk_size=188\."):
+        plan_reference_backward(shape, preset("rtx4090"))
+    assert plan_reference_backward(shape, preset("a100")).steps == 16

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import subprocess
@@ -10,13 +11,16 @@ import sys
 
 import pytest
 
-from sdm_rt.plan.backward import plan_backward
+from sdm_rt.plan import backward, forward
 from sdm_rt.plan.decode import plan_decode
 from sdm_rt.plan.device import PRESETS, preset
-from sdm_rt.plan.forward import plan_forward
 from sdm_rt.plan.launch import Launch
+from sdm_rt.plan.reference_backward import plan_reference_backward
 from sdm_rt.plan.shapes import DecodeShape, WriteReadShape
 from tests.plan.cases import FLAGSHIP, WRITE_READ_CASES
+
+plan_forward = functools.partial(forward.plan_forward, schedule="stepwise")
+plan_backward = functools.partial(backward.plan_backward, schedule="stepwise")
 
 SHAPE = WriteReadShape(2, 150, 64, 8, 8, 128, 256)
 
@@ -43,7 +47,7 @@ def test_plans_are_the_same_in_another_process() -> None:
         "from sdm_rt.plan.backward import plan_backward\n"
         "from sdm_rt.plan.device import preset\n"
         "from sdm_rt.plan.shapes import WriteReadShape\n"
-        "plan = plan_backward(WriteReadShape(2, 150, 64, 8, 8, 128, 256), preset('h100'))\n"
+        "plan = plan_backward(WriteReadShape(2, 150, 64, 8, 8, 128, 256), preset('h100'), 'stepwise')\n"
         "print(json.dumps(plan.to_dict()))\n"
     )
     printed = [
@@ -115,10 +119,11 @@ def test_every_launch_takes_the_step_where_it_runs_in_the_loop() -> None:
 
 def test_describe_marks_design_budgets() -> None:
     note = "* a design budget that __launch_bounds__ enforces, not a measurement"
-    text = plan_backward(FLAGSHIP, preset("h100")).describe()
+    text = plan_reference_backward(FLAGSHIP, preset("h100")).describe()
     assert " 64* " in text
     assert note in text
-    assert note not in plan_forward(FLAGSHIP, preset("h100")).describe()
+    for planner in (plan_forward, plan_backward):
+        assert note not in planner(FLAGSHIP, preset("h100")).describe()
 
 
 def test_describe_names_sections_of_a_loop_of_one_step_and_of_many() -> None:
@@ -126,10 +131,10 @@ def test_describe_names_sections_of_a_loop_of_one_step_and_of_many() -> None:
     assert "[step 2, issued first]" in many
     assert "[each step, 1 to 0]" in many
     assert "[after the loop]" in many
-    forward = plan_forward(SHAPE, preset("h100"))
-    assert "[before the loop]" in forward.describe()
-    assert "[each step, 0 to 2]" in forward.describe()
-    assert "[before each slab of 2 steps]" in dataclasses.replace(forward, slab_steps=2).describe()
+    there = plan_forward(SHAPE, preset("h100"))
+    assert "[before the loop]" in there.describe()
+    assert "[each step, 0 to 2]" in there.describe()
+    assert "[before each slab of 2 steps]" in dataclasses.replace(there, slab_steps=2).describe()
     one = plan_backward(dataclasses.replace(SHAPE, tokens=64), preset("h100")).describe()
     assert "[step 0]" in one
     assert "each step" not in one

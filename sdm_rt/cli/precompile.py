@@ -11,22 +11,40 @@ from math import isqrt
 from pathlib import Path
 
 from sdm_rt.errors import MissingDependencyError
+from sdm_rt.plan.backward import (
+    du_update_kernel,
+    gds_kernel,
+    gram_backward_kernel,
+    gwr_kernel,
+    phase_a_kernel,
+)
 from sdm_rt.plan.decode import decode_kernel
 from sdm_rt.plan.device import PRESETS, DeviceModel
 from sdm_rt.plan.forward import (
     PRODUCT_COLUMNS,
+    QUANTIZED,
     WRITE_LANES,
     decay_write_kernel,
     dual_matmul_kernel,
     gather_kernel,
+    keep_rows_kernel,
 )
+from sdm_rt.plan.persistent import NO_ROW_SCALE, persistent_kernels
 from sdm_rt.plan.phase1 import phase1_kernels
-from sdm_rt.plan.shapes import BANK_DTYPES, INDEX_DTYPES, DecodeShape, WriteReadShape, dtype_bytes
+from sdm_rt.plan.phase1_backward import phase1_backward_gates_kernel, phase1_backward_pairs_kernel
+from sdm_rt.plan.shapes import (
+    BANK_DTYPES,
+    INDEX_DTYPES,
+    SNAPSHOTS,
+    DecodeShape,
+    WriteReadShape,
+    dtype_bytes,
+)
 from sdm_rt.plan.topk import TopkShape, topk_kernel
 from sdm_rt.runtime.kernel import KernelSpec
 from sdm_rt.runtime.precompile import precompile
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "kernels_of", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,25 +102,50 @@ def _model(target: str) -> DeviceModel:
     return replace(nearest, compute_capability=capability)
 
 
-def _specs(shape: WriteReadShape, target: str) -> Iterator[KernelSpec]:
-    """Yield the kernels of decode, forward and top-k that a shape needs on a target.
+def _forward_specs(shape: WriteReadShape, device: DeviceModel) -> Iterator[KernelSpec]:
+    """Yield the kernels of the forward, calls with and without gradients, of either schedule."""
+    gather = gather_kernel(shape)
+    yield from phase1_kernels(shape).values()
+    yield gather
+    for training, snapshot in ((False, SNAPSHOTS[0]), *product((True,), SNAPSHOTS)):
+        call = replace(shape, training=training, snapshot=snapshot)
+        for columns, triggers in product(PRODUCT_COLUMNS, sorted({False, device.pdl})):
+            yield dual_matmul_kernel(call, columns, triggers)
+        writes = [decay_write_kernel(call, lanes, device.pdl) for lanes in WRITE_LANES]
+        yield from writes
+        if training and snapshot in QUANTIZED:
+            yield keep_rows_kernel(call)
+        if device.clusters and snapshot in NO_ROW_SCALE:
+            yield from persistent_kernels(call, gather, writes[0])
 
-    For banks that are aligned and that are not, indices of both widths, calls with and without gradients, few
-    streams and many; top-k for two factors of the square root of S, where it has one.
+
+def _backward_specs(shape: WriteReadShape, device: DeviceModel) -> Iterator[KernelSpec]:
+    """Yield the kernels of the backward, for gradient banks in the bank's format and in float32."""
+    yield from (du_update_kernel(shape, columns, device.pdl) for columns in PRODUCT_COLUMNS)
+    for gradient in (shape.bank_dtype, "float32"):
+        call = replace(shape, gradient_bank_dtype=gradient)
+        yield gwr_kernel(call, device.pdl)
+        yield from (phase_a_kernel(replace(call, snapshot=one), device.pdl) for one in SNAPSHOTS)
+        yield gds_kernel(call, device.pdl)
+    yield gram_backward_kernel(shape)
+    yield from (phase1_backward_pairs_kernel(batch) for batch in (False, True))
+    yield phase1_backward_gates_kernel(shape)
+
+
+def kernels_of(shape: WriteReadShape, target: str) -> Iterator[KernelSpec]:
+    """Yield the kernels of decode, forward, backward and top-k that a shape needs on a target.
+
+    For banks that are aligned and that are not, indices of both widths, every snapshot, few streams and many;
+    top-k for two factors of the square root of S, where it has one.
     """
-    pdl = _model(target).pdl
+    device = _model(target)
     for aligned in (True, False):
         token = DecodeShape(1, shape.writes, shape.reads, shape.head_dim, shape.bank_dtype, aligned=aligned)
-        yield decode_kernel(token, pdl)
-    for index, alignment in product(INDEX_DTYPES, (16, dtype_bytes(shape.bank_dtype))):
-        wanted = replace(shape, index_dtype=index, alignment=alignment)
-        yield from phase1_kernels(wanted).values()
-        yield gather_kernel(wanted)
-        for training in (False, True):
-            call = replace(wanted, training=training)
-            yield from (decay_write_kernel(call, lanes, pdl) for lanes in WRITE_LANES)
-            for columns, triggers in product(PRODUCT_COLUMNS, sorted({False, pdl})):
-                yield dual_matmul_kernel(call, columns, triggers)
+        yield decode_kernel(token, device.pdl)
+    for alignment in (16, dtype_bytes(shape.bank_dtype)):
+        for index in INDEX_DTYPES:
+            yield from _forward_specs(replace(shape, index_dtype=index, alignment=alignment), device)
+        yield from _backward_specs(replace(shape, alignment=alignment), device)
     root = isqrt(shape.slots)
     if root * root == shape.slots:
         for selected in (shape.writes, shape.reads):
@@ -113,7 +156,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Fill the folder; return the exit status."""
     try:
         for target in dict.fromkeys(arguments.arch):
-            specs = [spec for shape in arguments.shape for spec in _specs(shape, target)]
+            specs = [spec for shape in arguments.shape for spec in kernels_of(shape, target)]
             for spec, _, path, built in precompile(dict.fromkeys(specs), [target], arguments.output):
                 done = "compiled" if built else "present "
                 print(f"{done} {target} {spec.file} {' '.join(spec.options)} {path.name}")

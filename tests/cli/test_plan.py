@@ -7,10 +7,11 @@ import json
 import pytest
 
 from sdm_rt.cli import main
-from sdm_rt.plan.backward import plan_backward, plan_reference_backward
+from sdm_rt.plan.backward import plan_backward
 from sdm_rt.plan.decode import plan_decode
 from sdm_rt.plan.device import preset
 from sdm_rt.plan.forward import plan_forward
+from sdm_rt.plan.reference_backward import plan_reference_backward
 from sdm_rt.plan.shapes import DecodeShape, WriteReadShape
 
 
@@ -61,7 +62,11 @@ def test_reference_schedule(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("--device v100", "no device preset named 'v100'"),
         ("--device h100 --chunk 300", "chunk must be in 1..256, got 300"),
-        ("--device rtx4090 --chunk 256", "The largest chunk size that fits is chunk_size=188."),
+        (
+            "--device rtx4090 --chunk 256 --pass backward --reference",
+            "The largest chunk size that fits is chunk_size=188.",
+        ),
+        ("--device a100 --pass forward --schedule persistent", "use schedule='stepwise'"),
         ("--device h100 --no-grad --pass backward", "training must be True"),
     ],
 )

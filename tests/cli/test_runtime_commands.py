@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from sdm_rt.cli import doctor, machine, main
+from sdm_rt.cli.precompile import kernels_of
+from sdm_rt.plan.backward import plan_backward
 from sdm_rt.plan.decode import decode_kernel
-from sdm_rt.plan.device import preset
+from sdm_rt.plan.device import PRESETS, DeviceModel, preset
 from sdm_rt.plan.forward import plan_forward
-from sdm_rt.plan.shapes import DecodeShape, WriteReadShape
+from sdm_rt.plan.shapes import (
+    BANK_DTYPES,
+    INDEX_DTYPES,
+    SNAPSHOTS,
+    DecodeShape,
+    WriteReadShape,
+    dtype_bytes,
+)
 from sdm_rt.runtime import cache, device, precompile
+from sdm_rt.runtime.kernel import KernelSpec
 from sdm_rt.runtime.sources import expand, find_kernels
 
 SHAPE = "W=4,R=4,D=8,S=100,dtype=float32"
@@ -46,14 +57,45 @@ def test_precompile_makes_what_a_run_looks_for(tmp_path: Path, capsys: pytest.Ca
     entries = cache.entries(tmp_path / "out")
     assert len(entries) == compiled
     assert {entry.target for entry in entries} == {"sm_86", "sm_90"}
-    forward = WriteReadShape(9, 77, 64, writes=4, reads=4, head_dim=8, slots=100, bank_dtype="float32")
-    for training in (False, True):
-        for model in (replace(preset("rtx4090"), compute_capability=(8, 6)), preset("h100")):
-            for launch in plan_forward(replace(forward, training=training), model).kernels():
-                source = expand(launch.kernel, find_kernels())
-                assert precompile.find(tmp_path / "out", source, model.arch) is not None, launch.kernel
+    call = WriteReadShape(9, 77, 64, writes=4, reads=4, head_dim=8, slots=100, bank_dtype="float32")
+    for model in (replace(preset("rtx4090"), compute_capability=(8, 6)), preset("h100")):
+        plans = [plan_forward(replace(call, training=training), model) for training in (False, True)]
+        for launch in (launch for plan in (*plans, plan_backward(call, model)) for launch in plan.kernels()):
+            source = expand(launch.kernel, find_kernels())
+            assert precompile.find(tmp_path / "out", source, model.arch) is not None, launch.kernel
     files = {entry.file for entry in entries}
     assert "topk.cu" in files
+
+
+def launches_of(shape: WriteReadShape, device: DeviceModel) -> set[KernelSpec]:
+    """Return the kernels of calls that differ in all but the shape that the command takes."""
+    needed: set[KernelSpec] = set()
+    alignments = (16, dtype_bytes(shape.bank_dtype))
+    for streams, index, alignment in product((1, 3, 200), INDEX_DTYPES, alignments):
+        call = replace(shape, streams=streams, tokens=300, index_dtype=index, alignment=alignment)
+        plans = [plan_forward(replace(call, training=False), device, one) for one in (None, "stepwise")]
+        for snapshot in SNAPSHOTS:
+            kept = replace(call, snapshot=snapshot)
+            plans += [plan_forward(kept, device, one) for one in (None, "stepwise")]
+            for gradient in (shape.bank_dtype, "float32"):
+                plans.append(plan_backward(replace(kept, gradient_bank_dtype=gradient), device))
+        needed |= {launch.kernel for plan in plans for launch in plan.kernels()}
+    return needed
+
+
+@pytest.mark.parametrize("device", PRESETS)
+@pytest.mark.parametrize("dtype", BANK_DTYPES)
+@pytest.mark.parametrize(("chunk", "head_dim"), [(64, 1024), (64, 64), (256, 100), (7, 33)])
+def test_every_kernel_of_a_call_is_precompiled(device: str, dtype: str, chunk: int, head_dim: int) -> None:
+    shape = WriteReadShape(1, 1, chunk, 64, 64, head_dim, 65536, bank_dtype=dtype)
+    needed = launches_of(shape, preset(device))
+    made = set(kernels_of(shape, preset(device).arch))
+    assert not needed - made
+    files = {spec.file for spec in needed}
+    assert {"keep_rows.cu", "gwr.cu", "du_update.cu", "phase_a.cu", "gds.cu", "gram_backward.cu"} < files
+    assert {"phase1_backward_pairs.cu", "phase1_backward_gates.cu"} < files
+    persistent = {"persistent_forward.cu"} if preset(device).clusters else set()
+    assert {spec.file for spec in made} == files | persistent | {"decode.cu", "topk.cu"}
 
 
 @pytest.mark.parametrize(

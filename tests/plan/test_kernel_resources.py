@@ -77,9 +77,9 @@ def test_missing_figures_are_an_error_that_names_them() -> None:
 
 
 def test_budgets_are_what_launch_bounds_enforce() -> None:
-    spec = KernelSpec("gwr.cu", ("gwr",))
+    spec = KernelSpec("reference_gwr.cu", ("gwr",))
     assert kernel_resources(spec, "gwr", preset("h100")) == KernelResources(64, measured=False)
-    update = KernelSpec("du_update.cu", ("du_update",))
+    update = KernelSpec("reference_du_update.cu", ("du_update",))
     assert kernel_resources(update, "du_update", preset("h100")).registers == 255
 
 

@@ -6,15 +6,16 @@ import dataclasses
 import re
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sdm_rt.cli import main
 from sdm_rt.errors import UnsupportedConfigurationError
-from sdm_rt.plan import persistent
 from sdm_rt.plan.device import PRESETS, preset
 from sdm_rt.plan.forward import forward_constants, plan_forward
 from sdm_rt.plan.launch import Launch
+from sdm_rt.plan.persistent import pays
 from sdm_rt.plan.shapes import BANK_DTYPES, INDEX_DTYPES, WriteReadShape, dtype_bytes
 from sdm_rt.plan.step_plan import StepPlan
 from sdm_rt.plan.tiling import ceil_div
@@ -126,23 +127,62 @@ def test_a_schedule_of_another_name_is_refused() -> None:
         plan_forward(FLAGSHIP, preset("h100"), "fast")
 
 
-def test_the_choice_of_a_call_that_names_no_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
-    def schedule(shape: WriteReadShape, device: str) -> str:
-        plan = plan_forward(shape, preset(device))
-        return next((note for note in plan.notes if note.startswith("schedule")), "")
+def chosen(shape: WriteReadShape, device: str = "h100") -> tuple[str, str]:
+    """Return the schedule of a call that names none, and the plan's note on it."""
+    plan = plan_forward(shape, preset(device))
+    (note,) = [note for note in plan.notes if note.startswith("schedule")]
+    return plan.schedule, note
 
-    assert plan_forward(FLAGSHIP, preset("h100")) == plan_forward(FLAGSHIP, preset("h100"), None)
-    monkeypatch.setattr(persistent, "AUTO_PERSISTENT", False)
-    assert schedule(FLAGSHIP, "h100") == ""
-    assert plan_forward(FLAGSHIP, preset("h100")).step
-    monkeypatch.setattr(persistent, "AUTO_PERSISTENT", True)
-    assert schedule(FLAGSHIP, "h100").startswith("schedule: persistent, the GPU has clusters")
-    assert schedule(FLAGSHIP, "a100").startswith(
-        "schedule: stepwise, since schedule='persistent' needs thread"
-    )
-    quantized = dataclasses.replace(FLAGSHIP, snapshot="fp8")
-    assert "one scale" in schedule(quantized, "h100")
-    assert plan_forward(quantized, preset("h100")).step
+
+@pytest.mark.parametrize(
+    ("changes", "schedule"),
+    [
+        ({}, "stepwise"),  # rows of 2,048 bytes; 16 clusters of eight blocks are 128 of 132 SMs
+        ({"training": False}, "persistent"),  # nothing is kept
+        ({"training": False, "chunk": 65}, "stepwise"),
+        ({"training": False, "chunk": 1}, "persistent"),
+        ({"head_dim": 128}, "persistent"),  # 256 bytes
+        ({"head_dim": 128, "chunk": 65}, "stepwise"),
+        ({"head_dim": 129, "streams": 4}, "persistent"),  # 4 streams of 2 slices by 8 blocks: 64 of 132 SMs
+        ({"head_dim": 129, "streams": 5}, "stepwise"),
+        ({"streams": 1}, "persistent"),  # 8 slices by 8 blocks: 64
+        ({"streams": 1, "head_dim": 1025}, "stepwise"),  # 9 slices: 72
+        ({"streams": 1, "chunk": 65}, "stepwise"),
+        ({"streams": 500, "head_dim": 64}, "persistent"),
+    ],
+)
+def test_a_call_that_names_no_schedule_follows_the_rule(changes: dict[str, Any], schedule: str) -> None:
+    """Chunks of up to 64 tokens, and nothing kept or rows of up to 256 bytes or half of the SMs idle."""
+    shape = dataclasses.replace(FLAGSHIP, **changes)
+    assert pays(shape, preset("h100")) is (schedule == "persistent")
+    found, note = chosen(shape)
+    assert found == schedule
+    assert note.startswith(f"schedule: {schedule}, by the rule")
+    assert plan_forward(shape, preset("h100")) == plan_forward(shape, preset("h100"), None)
+    assert chosen(shape, "a100") == ("stepwise", "schedule: stepwise, without clusters")
+
+
+def test_the_rule_gives_way_where_the_launch_cannot_run() -> None:
+    narrow = dataclasses.replace(FLAGSHIP, head_dim=128)
+    assert chosen(narrow)[0] == "persistent"
+    for snapshot in ("fp8", "int4"):
+        schedule, note = chosen(dataclasses.replace(narrow, snapshot=snapshot))
+        assert schedule == "stepwise"
+        assert note.startswith("schedule: stepwise, since schedule='persistent' cannot keep a snapshot")
+
+
+@pytest.mark.parametrize("device", WITH_CLUSTERS)
+def test_large_clusters_where_they_leave_half_of_the_gpu_idle(device: str) -> None:
+    sm_count = preset(device).sm_count
+    for streams in (1, 2, 3, 5, 8, 12, 16, 33, 64, 200):
+        shape = dataclasses.replace(FLAGSHIP, streams=streams, head_dim=64)
+        _, launch = planned(shape, device)
+        expected = (
+            8
+            if 2 * 8 * streams <= sm_count
+            else next(k for k in (4, 2, 1) if k * streams <= sm_count or k == 1)
+        )
+        assert launch.cluster == (expected, 1, 1)
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -218,7 +258,9 @@ def test_the_printed_plan_says_that_the_launch_does_all_steps() -> None:
     long = dataclasses.replace(FLAGSHIP, tokens=2**17, training=False)
     plan, _ = planned(long)
     assert f"[for each slab of {plan.slab_steps} steps]" in plan.describe()
-    assert "schedule" not in plan_forward(FLAGSHIP, preset("h100")).describe()
+    by_rule = plan_forward(FLAGSHIP, preset("h100"))
+    assert by_rule.step
+    assert "schedule: stepwise, by the rule" in by_rule.describe()
 
 
 def test_the_command_prints_it_and_its_refusals(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,13 +1,12 @@
-"""How the stepwise kernels cut a step into blocks: widths fixed by dtype and chunk, never by the load.
+"""How the reference schedule's kernels cut a step into blocks; `ceil_div` of every planner.
 
-The order of a sum over columns follows the column blocks, so their width is a constant of the dtype. Grids
-put streams times tokens (or entries) first, where CUDA allows 2^31 blocks, and column blocks second.
+The order of a sum over columns follows the column blocks, so their width is a constant. Grids put streams
+times tokens (or entries) first, where CUDA allows 2^31 blocks, and column blocks second.
 """
 
 from __future__ import annotations
 
 from sdm_rt.plan.launch import Dim3
-from sdm_rt.plan.shapes import dtype_bytes
 
 __all__ = [
     "DOT_COLUMNS",
@@ -19,7 +18,6 @@ __all__ = [
     "entry_grid",
     "product_tile",
     "product_tile_bytes",
-    "row_columns",
     "token_grid",
 ]
 
@@ -33,11 +31,6 @@ SUM_THREADS = 256
 def ceil_div(value: int, divisor: int) -> int:
     """Return the quotient rounded up."""
     return -(-value // divisor)
-
-
-def row_columns(bank_dtype: str) -> int:
-    """Return the column block of kernels that move rows: one warp, 16 bytes a lane."""
-    return 512 // dtype_bytes(bank_dtype)
 
 
 def token_grid(step_tokens: int, head_dim: int, columns: int) -> Dim3:

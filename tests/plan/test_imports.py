@@ -32,4 +32,4 @@ def test_plans_without_torch_and_cupy() -> None:
     )
     assert result.returncode == 0, result.stderr
     assert "decode.cu:decode" in result.stdout
-    assert "column_sum" in result.stdout
+    assert "gram_backward.cu:gram_backward" in result.stdout

@@ -12,7 +12,7 @@ from sdm_rt.plan.device import preset
 from sdm_rt.plan.launch import Argument, Launch, pdl_defines, pointers
 from sdm_rt.runtime.kernel import KernelSpec
 
-SPEC = KernelSpec("gwr.cu", ("gwr",))
+SPEC = KernelSpec("reference_gwr.cu", ("gwr",))
 
 
 def make(**changes: Any) -> Launch:
@@ -34,7 +34,7 @@ def make(**changes: Any) -> Launch:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"entry": "scatter"}, "gwr.cu has no entry 'scatter'"),
+        ({"entry": "scatter"}, "reference_gwr.cu has no entry 'scatter'"),
         ({"grid": (0, 1, 1)}, "grid must be three sizes in"),
         ({"grid": (1, 65_536, 1)}, "grid must be three sizes in"),
         ({"grid": (1, 1)}, "grid must be three sizes in"),
@@ -46,12 +46,14 @@ def make(**changes: Any) -> Launch:
         ({"arguments": pointers("source", "target", "source")}, "argument names must differ"),
         ({"reads": ("other",)}, "reads and writes name no pointer argument: other"),
         ({"writes": ("step",)}, "reads and writes name no pointer argument: step"),
-        ({"shared_memory": -1}, "need shared_memory >= 0"),
+        ({"shared_memory": -1}, "need 0 <= shared_padding <= shared_memory"),
+        ({"shared_memory": 8, "shared_padding": 9}, "need 0 <= shared_padding <= shared_memory"),
+        ({"shared_memory": 8, "shared_padding": -1}, "need 0 <= shared_padding <= shared_memory"),
         ({"floor_bytes": 101}, "floor_bytes <= bytes_moved"),
         ({"pdl": True}, "needs a kernel with SDM_PDL_WAIT=1"),
         ({"triggers": True}, "contradicts SDM_PDL_TRIGGER"),
         (
-            {"kernel": KernelSpec("gwr.cu", ("gwr",), pdl_defines(False, True))},
+            {"kernel": KernelSpec("reference_gwr.cu", ("gwr",), pdl_defines(False, True))},
             "contradicts SDM_PDL_TRIGGER",
         ),
     ],

@@ -83,7 +83,7 @@ def test_without_pdl_changes_the_flags_alone() -> None:
 
 def test_a_plan_is_checked_against_its_device() -> None:
     plan = plan_forward(SHAPE, preset("h100"))
-    gather, (gwr, du_update, *_) = plan.step[0], plan_backward(SHAPE, preset("h100")).step
+    gather, (gwr, du_update, *_) = plan.step[0], plan_reference_backward(SHAPE, preset("h100")).step
     assert isinstance(gather, Launch)
     with pytest.raises(ValueError, match="gwr uses PDL, which A100 80GB SXM lacks"):
         dataclasses.replace(plan, device=preset("a100"), prologue=(), first_step=(gwr,), step=())

@@ -92,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Step step = step_at(last);
     if (!overlap) gwr().fetch_lists(step.call, step.chunk);
     arrive();
-    ptx::cluster_wait();
+    wait();
     for (int s = last; s >= slab_step; --s) {
         walk.fetch_readings(step);
         if (overlap) gwr().fetch_lists(step.call, step.chunk);
@@ -106,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             const long long call = step.call - P;
             gwr().fetch_lists(call, chunk_at(call, P, T, C, lengths, cu_seqlens, wide));
         }
-        ptx::cluster_wait();  // gwr is whole
+        wait();  // gwr is whole
         if (overlap) ahead = update().start(step);
         WrittenRows::Held held{};
         // The code of the read slots stands once, for the three places where it fills a wait.
@@ -119,12 +119,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 held = written_rows().load_held(step, 0);
                 arrive();
             } else if (part == 1) {
-                ptx::cluster_wait();  // lam is whole
+                wait();  // lam is whole
                 written_rows().run(step, held);
             }
         }
         arrive();
         if (s > slab_step) step = step_at(s - 1);
-        ptx::cluster_wait();  // the rows are written
+        wait();  // the rows are written
     }
 }

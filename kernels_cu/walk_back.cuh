@@ -53,6 +53,10 @@ static __device__ __forceinline__ void arrive() {
     __syncwarp();
     ptx::cluster_arrive();
 }
+static __device__ __forceinline__ void wait() {
+    __syncwarp();
+    ptx::cluster_wait();
+}
 
 // A slice of a row in shared memory lies in planes of four columns a word. Words of the second plane are turned by four,
 // so that neither the words of one plane nor the planes of neighbouring words meet in a bank.

@@ -87,7 +87,7 @@ struct Update : BackWalk {
             if (ends_pass(job)) {
                 if (in_place) {
                     arrive();
-                    ptx::cluster_wait();
+                    wait();
                 }
                 if (mine) finish(step, j, place, group, sum);
                 sum[0] = sum[1] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);

@@ -1,9 +1,9 @@
 """What a compiled kernel takes of an SM: registers, static shared memory, spills, threads.
 
 Two sources, always told apart: ``resources.json``, written from NVRTC's own log by a script and held by CI,
-and the budgets of kernels that the table does not list, planned but not built yet or of a variant for which
-there is no room (their ``__launch_bounds__`` cap the registers, so a budget is an upper bound that the
-compiler is held to, not a measurement).
+and the budgets of what the table does not list: the kernels of the reference schedule, which never run, and
+variants for which there is no room (their ``__launch_bounds__`` cap the registers, so a budget is an upper
+bound that the compiler is held to, not a measurement).
 """
 
 from __future__ import annotations
@@ -47,13 +47,6 @@ class KernelResources:
 
 # (threads of the largest block, resident blocks per SM) of __launch_bounds__, by kernel file.
 BUDGETS: dict[str, tuple[int, int]] = {
-    "decay_write.cu": (512, 1),
-    "keep_rows.cu": (256, 2),
-    "gwr.cu": (512, 1),
-    "du_update.cu": (256, 1),
-    "phase_a.cu": (256, 2),
-    "gds.cu": (256, 2),
-    "gram_backward.cu": (256, 2),
     "reference_gwr.cu": (256, 4),
     "reference_du_update.cu": (256, 1),
     "reference_phase_a.cu": (256, 3),
@@ -65,7 +58,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
 
 # The most static shared memory, bytes, of files whose variants are without number: topk.cu is compiled for
 # any factors and k, so the table holds the usual ones and plans of others take the budget.
-STATIC_BUDGETS: dict[str, int] = {"gram_backward.cu": 26112, "topk.cu": 28672}
+STATIC_BUDGETS: dict[str, int] = {"topk.cu": 28672}
 
 
 def resource_key(spec: KernelSpec, entry: str) -> str:

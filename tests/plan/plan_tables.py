@@ -11,17 +11,21 @@ from pathlib import Path
 from typing import Any
 
 from sdm_rt.errors import UnsupportedConfigurationError
-from sdm_rt.plan.backward import plan_backward, plan_reference_backward
+from sdm_rt.plan.backward import plan_backward
 from sdm_rt.plan.decode import plan_decode
 from sdm_rt.plan.device import PRESETS
 from sdm_rt.plan.forward import plan_forward
+from sdm_rt.plan.reference_backward import plan_reference_backward
 from sdm_rt.plan.step_plan import StepPlan
 from tests.plan.cases import DECODE_CASES, WRITE_READ_CASES
 
 FOLDER = Path(__file__).with_name("tables")
 SECTIONS = ("prologue", "first_step", "step", "epilogue")
 BUDGETED = ("registers", "resident_blocks", "waves")  # kept of a kernel that is planned and not built
-LAUNCH = ("entry", "function", "grid", "block", "shared_memory", "bytes_moved", "floor_bytes")
+LAUNCH = (
+    *("entry", "function", "grid", "block", "shared_memory", "shared_padding"),
+    *("bytes_moved", "floor_bytes"),
+)
 
 CASE_NAMES = (*WRITE_READ_CASES, *DECODE_CASES)
 PRESET_NAMES = tuple(PRESETS)
@@ -65,7 +69,8 @@ def _plan(plan: StepPlan) -> Table:
 def table(preset: str, case: str) -> Table:
     """Return what the planner says of a case on a preset: each plan, or the message of its refusal.
 
-    A reference backward that equals the backward is left out.
+    The schedules are those of a call that names none; where that is the persistent one, the stepwise plan
+    stands beside it.
     """
     device = PRESETS[preset]
     if case in DECODE_CASES:
@@ -73,15 +78,18 @@ def table(preset: str, case: str) -> Table:
     shape = WRITE_READ_CASES[case]
     planners: dict[str, Any] = {"forward": plan_forward}
     if shape.training:
-        planners.update(backward=plan_backward, reference_backward=plan_reference_backward)
+        planners["backward"] = plan_backward
     result: Table = {}
     for name, planner in planners.items():
+        plan = planner(shape, device)
+        result[name] = _plan(plan)
+        if plan.schedule == "persistent":
+            result[f"{name}_stepwise"] = _plan(planner(shape, device, "stepwise"))
+    if shape.training:
         try:
-            result[name] = _plan(planner(shape, device))
+            result["reference_backward"] = _plan(plan_reference_backward(shape, device))
         except UnsupportedConfigurationError as error:
-            result[name] = {"refused": str(error)}
-    if result.get("reference_backward") == result.get("backward"):
-        result.pop("reference_backward", None)
+            result["reference_backward"] = {"refused": str(error)}
     return result
 
 

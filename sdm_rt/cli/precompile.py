@@ -30,6 +30,7 @@ from sdm_rt.plan.forward import (
     keep_rows_kernel,
 )
 from sdm_rt.plan.persistent import NO_ROW_SCALE, persistent_kernels
+from sdm_rt.plan.persistent_backward import COLUMN_SUM_KERNEL, persistent_backward_kernels
 from sdm_rt.plan.phase1 import phase1_kernels
 from sdm_rt.plan.phase1_backward import phase1_backward_gates_kernel, phase1_backward_pairs_kernel
 from sdm_rt.plan.shapes import (
@@ -120,13 +121,19 @@ def _forward_specs(shape: WriteReadShape, device: DeviceModel) -> Iterator[Kerne
 
 
 def _backward_specs(shape: WriteReadShape, device: DeviceModel) -> Iterator[KernelSpec]:
-    """Yield the kernels of the backward, for gradient banks in the bank's format and in float32."""
+    """Yield the kernels of the backward, either schedule, gradient banks in the bank's format or float32."""
     yield from (du_update_kernel(shape, columns, device.pdl) for columns in PRODUCT_COLUMNS)
     for gradient in (shape.bank_dtype, "float32"):
         call = replace(shape, gradient_bank_dtype=gradient)
         yield gwr_kernel(call, device.pdl)
-        yield from (phase_a_kernel(replace(call, snapshot=one), device.pdl) for one in SNAPSHOTS)
         yield gds_kernel(call, device.pdl)
+        for snapshot in SNAPSHOTS:
+            phase_a = phase_a_kernel(replace(call, snapshot=snapshot), device.pdl)
+            yield phase_a
+            if device.clusters:
+                yield from persistent_backward_kernels(call, phase_a)
+    if device.clusters:
+        yield COLUMN_SUM_KERNEL
     yield gram_backward_kernel(shape)
     yield from (phase1_backward_pairs_kernel(batch) for batch in (False, True))
     yield phase1_backward_gates_kernel(shape)

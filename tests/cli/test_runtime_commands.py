@@ -101,7 +101,8 @@ def test_every_kernel_of_a_call_is_precompiled(device: str, dtype: str, chunk: i
     files = {spec.file for spec in needed}
     assert {"keep_rows.cu", "gwr.cu", "du_update.cu", "phase_a.cu", "gds.cu", "gram_backward.cu"} < files
     assert {"phase1_backward_pairs.cu", "phase1_backward_gates.cu"} < files
-    persistent = {"persistent_forward.cu"} if preset(device).clusters else set()
+    persistent = {"persistent_forward.cu", "persistent_backward.cu", "column_sum.cu"}
+    persistent = persistent if preset(device).clusters else set()
     assert {spec.file for spec in made} == files | persistent | {"decode.cu", "topk.cu"}
 
 

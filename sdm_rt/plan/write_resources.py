@@ -39,6 +39,7 @@ from sdm_rt.plan.forward import (
 )
 from sdm_rt.plan.kernel_resources import FIGURES, TABLE, resource_key
 from sdm_rt.plan.persistent import NO_ROW_SCALE, persistent_kernels
+from sdm_rt.plan.persistent_backward import COLUMN_SUM_KERNEL, persistent_backward_kernels
 from sdm_rt.plan.phase1 import phase1_kernels
 from sdm_rt.plan.phase1_backward import phase1_backward_gates_kernel, phase1_backward_pairs_kernel
 from sdm_rt.plan.shapes import (
@@ -136,9 +137,14 @@ def _backward_variants(pdl: bool) -> Iterator[KernelSpec]:
             yield gds_kernel(shape, pdl)
             yield gram_backward_kernel(shape)
             for snapshot in SNAPSHOTS:
-                yield phase_a_kernel(replace(shape, snapshot=snapshot), pdl)
+                phase_a = phase_a_kernel(replace(shape, snapshot=snapshot), pdl)
+                yield phase_a
+                if pdl:  # such GPUs have clusters
+                    yield from persistent_backward_kernels(shape, phase_a)
             for columns in PRODUCT_COLUMNS:
                 yield du_update_kernel(shape, columns, pdl)
+    if pdl:
+        yield COLUMN_SUM_KERNEL
 
 
 def _topk_variants() -> Iterator[KernelSpec]:

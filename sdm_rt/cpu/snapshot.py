@@ -93,7 +93,9 @@ class RowSnapshot:
             scale = _row_scale(rows, _FP8_MAX)
             scale = scale.masked_fill(scale == 0, 1.0)  # of a row of zeros
             # The bfloat16 scale may be a little below amax / 448; beyond 448 e4m3fn has only NaN.
-            self.payload[start:end] = (rows * scale.reciprocal()).clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
+            self.payload[start:end] = (
+                (rows * scale.reciprocal()).clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
+            )
         else:
             scale, levels = _quantize_int4(rows)
             nibbles = torch.nn.functional.pad(levels + 8.0, (0, rows.shape[1] % 2), value=8.0).to(torch.uint8)

@@ -119,7 +119,11 @@ def du_update_kernel(shape: WriteReadShape, columns: int, pdl: bool) -> KernelSp
     return KernelSpec(
         "du_update.cu",
         ("du_update",),
-        (("BANK", kernel_type(shape.bank_dtype)), ("COLUMNS", str(columns)), *pdl_defines(waits=pdl, triggers=pdl)),
+        (
+            ("BANK", kernel_type(shape.bank_dtype)),
+            ("COLUMNS", str(columns)),
+            *pdl_defines(waits=pdl, triggers=pdl),
+        ),
     )
 
 

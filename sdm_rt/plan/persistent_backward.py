@@ -13,24 +13,21 @@ from sdm_rt.errors import UnsupportedConfigurationError
 from sdm_rt.plan.buffer import Buffer, total_bytes
 from sdm_rt.plan.device import DeviceModel
 from sdm_rt.plan.launch import MAX_CLUSTER, Argument, Launch, int32s, pointers
-from sdm_rt.plan.persistent import SCHEDULES, PersistentConfig
+from sdm_rt.plan.persistent import MAX_CHUNK_THAT_PAYS, SCHEDULES, PersistentConfig
 from sdm_rt.plan.phase1 import RECORD_BYTES, capacity, read_capacity
 from sdm_rt.plan.shapes import WriteReadShape, dtype_bytes
 from sdm_rt.plan.tiling import ceil_div
 from sdm_rt.runtime.kernel import KernelSpec
 
 __all__ = [
-    "AUTO_PERSISTENT_BACKWARD",
     "COLUMN_SUM_KERNEL",
     "BackwardSlabs",
     "choose_backward_schedule",
+    "pays",
     "persistent_backward_constants",
     "persistent_backward_kernels",
     "plan_persistent_backward",
 ]
-
-AUTO_PERSISTENT_BACKWARD = False
-"""Whether a backward whose call names no schedule takes the persistent one where it can run."""
 
 WORD_BYTES = 16
 WIDE_SLICE, NARROW_SLICE = 256, 128  # bytes of a bank row that a cluster owns; a dot's block is a wide one
@@ -326,6 +323,15 @@ def plan_persistent_backward(
     )
 
 
+def pays(shape: WriteReadShape) -> bool:
+    """Return whether the persistent schedule is the faster one, as measured on an H200.
+
+    It saves the launches of a step and their ramps; the stepwise kernels read whole rows on all SMs. So it
+    pays where a row is one narrow slice.
+    """
+    return shape.chunk <= MAX_CHUNK_THAT_PAYS and shape.row_bytes <= NARROW_SLICE
+
+
 def choose_backward_schedule(
     shape: WriteReadShape, device: DeviceModel, step: tuple[Launch, ...], schedule: str | None
 ) -> tuple[BackwardSlabs | None, str]:
@@ -336,8 +342,7 @@ def choose_backward_schedule(
     shape, device, step
         As of `plan_persistent_backward`.
     schedule : {"stepwise", "persistent"}, optional
-        Forces one. Default: persistent where it can run and ``AUTO_PERSISTENT_BACKWARD`` is set, else
-        stepwise.
+        Forces one. Default: persistent where it can run and `pays`, else stepwise.
 
     Returns
     -------
@@ -357,8 +362,10 @@ def choose_backward_schedule(
         raise ValueError(f"schedule: expected None or one of {', '.join(SCHEDULES)}, got {schedule!r}")
     if schedule == "stepwise":
         return None, "schedule: stepwise, as asked"
-    if schedule is None and not AUTO_PERSISTENT_BACKWARD:
-        return None, ""
+    if schedule is None and not device.clusters:
+        return None, f"schedule: stepwise, since {device.name} has no thread block clusters"
+    if schedule is None and not pays(shape):
+        return None, "schedule: stepwise, by the rule"
     try:
         slabs = plan_persistent_backward(shape, device, step)
     except UnsupportedConfigurationError as error:
@@ -367,7 +374,7 @@ def choose_backward_schedule(
         return None, f"schedule: stepwise, since {error}"
     walk = slabs.launches[0]
     clusters = walk.blocks // walk.cluster[0]
-    why = "as asked" if schedule else "the GPU has clusters and a block's share fits its shared memory"
+    why = "as asked" if schedule else "by the rule"
     return slabs, f"schedule: persistent, {why}; {clusters} clusters of {walk.cluster[0]} blocks"
 
 

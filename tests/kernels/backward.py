@@ -42,7 +42,7 @@ def planned_backward(
     *,
     bank_gradient: bool,
     bank: Tensor,
-    schedule: str | None = None,
+    schedule: str | None = "stepwise",
 ) -> tuple[StepPlan, list[Call], dict[str, Tensor], list[Tensor]]:
     """Plan the backward of a planned training call; return also the gradients and the scratch."""
     shape = forward.plan.shape
@@ -87,7 +87,7 @@ def train_on_emulator(
     bank_gradient: bool = True,
     snapshot: str = "none",
     grad_bank_fp32: bool = False,
-    schedule: str | None = None,
+    schedule: str | None = "stepwise",
     seed: int = 0,
     replacements: Sequence[Replacement] = (),
     builds: Sequence[BuildKind] = BUILDS,

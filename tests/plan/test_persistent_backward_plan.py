@@ -11,7 +11,6 @@ import pytest
 
 from sdm_rt.cli import main
 from sdm_rt.errors import UnsupportedConfigurationError
-from sdm_rt.plan import persistent_backward
 from sdm_rt.plan.backward import backward_constants, plan_backward
 from sdm_rt.plan.device import PRESETS, preset
 from sdm_rt.plan.launch import Launch
@@ -150,22 +149,21 @@ def test_a_schedule_of_another_name_is_refused() -> None:
         plan_backward(FLAGSHIP, preset("h100"), "fast")
 
 
-def test_the_choice_of_a_call_that_names_no_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_choice_of_a_call_that_names_no_schedule() -> None:
     def schedule(shape: WriteReadShape, device: str) -> tuple[str, str]:
         plan = plan_backward(shape, preset(device))
         return plan.schedule, next((note for note in plan.notes if note.startswith("schedule")), "")
 
-    monkeypatch.setattr(persistent_backward, "AUTO_PERSISTENT_BACKWARD", False)
-    assert schedule(FLAGSHIP, "h100") == ("stepwise", "")
-    monkeypatch.setattr(persistent_backward, "AUTO_PERSISTENT_BACKWARD", True)
-    chosen, note = schedule(FLAGSHIP, "h100")
-    assert chosen == "persistent"
-    assert note.startswith("schedule: persistent, the GPU has clusters")
-    chosen, note = schedule(FLAGSHIP, "a100")
-    assert chosen == "stepwise"
-    assert note.startswith("schedule: stepwise, since schedule='persistent' needs thread")
+    narrow = dataclasses.replace(FLAGSHIP, head_dim=64)  # rows of 128 bytes
+    assert schedule(narrow, "h100")[0] == "persistent"
+    assert schedule(narrow, "h100")[1].startswith("schedule: persistent, by the rule")
+    for shape in (FLAGSHIP, dataclasses.replace(narrow, head_dim=65), dataclasses.replace(narrow, chunk=65)):
+        assert schedule(shape, "h100") == ("stepwise", "schedule: stepwise, by the rule")
     for snapshot in SNAPSHOTS:
-        assert schedule(dataclasses.replace(FLAGSHIP, snapshot=snapshot), "h100")[0] == "persistent"
+        assert schedule(dataclasses.replace(narrow, snapshot=snapshot), "h100")[0] == "persistent"
+    chosen, note = schedule(narrow, "a100")
+    assert chosen == "stepwise"
+    assert note == "schedule: stepwise, since A100 80GB SXM has no thread block clusters"
 
 
 def test_the_launches_stand_for_the_steps_of_a_slab() -> None:

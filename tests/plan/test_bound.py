@@ -14,6 +14,7 @@ from sdm_rt.plan.decode import plan_decode
 from sdm_rt.plan.device import preset
 from sdm_rt.plan.forward import plan_forward
 from sdm_rt.plan.launch import Launch
+from sdm_rt.plan.persistent import SCHEDULES
 from sdm_rt.plan.reference_backward import plan_reference_backward
 from sdm_rt.plan.shapes import DecodeShape, WriteReadShape
 from sdm_rt.plan.step_plan import StepPlan
@@ -85,7 +86,7 @@ def test_each_distinct_launch_is_prepared_once(prepared: list[tuple[Launch, int]
 
 @pytest.mark.parametrize(
     ("planner", "schedule"),
-    [(plan_forward, "stepwise"), (plan_forward, "persistent"), (plan_backward, "stepwise")],
+    [(planner, schedule) for planner in (plan_forward, plan_backward) for schedule in SCHEDULES],
 )
 def test_run_follows_the_plan_and_writes_each_step(
     planner: Any, schedule: str, prepared: list[tuple[Launch, int]]

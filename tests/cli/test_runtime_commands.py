@@ -85,7 +85,8 @@ def launches_of(shape: WriteReadShape, device: DeviceModel) -> set[KernelSpec]:
             kept = replace(call, snapshot=snapshot)
             plans += [plan_forward(kept, device, one) for one in (None, "stepwise")]
             for gradient in (shape.bank_dtype, "float32"):
-                plans.append(plan_backward(replace(kept, gradient_bank_dtype=gradient), device))
+                wide = replace(kept, gradient_bank_dtype=gradient)
+                plans += [plan_backward(wide, device, one) for one in (None, "stepwise")]
         needed |= {launch.kernel for plan in plans for launch in plan.kernels()}
     return needed
 

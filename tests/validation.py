@@ -4,10 +4,12 @@ A record says which sources a green run on a GPU covered; ``check`` tells whethe
 
     python tests/validation.py fingerprint
     python -m pytest -o junit_suite_name="$(python tests/validation.py fingerprint)" --junitxml=run.xml
-    python tests/validation.py write --junit run.xml --figures bench.json
+    python tests/validation.py write --junit run.xml --figures training.json forward.json
     python tests/validation.py check
 
-The test run carries the fingerprint as its suite name, so ``write`` refuses the report of another tree.
+The test run carries the fingerprint as its suite name, so ``write`` refuses the report of another tree. Where
+a test itself was at fault it may be run again, of the same sources: its latest outcome counts, and the record
+names the test.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from sdm_rt.bench.record import fingerprint, gpu_slug, versions
+from sdm_rt.plan.device import preset
 
 ROOT = Path(__file__).resolve().parent.parent
 SHIPPED = Path("sdm_rt", "runtime", "validated.json")
@@ -51,24 +54,41 @@ class Counts:
         )
 
 
+def read_reports(reports: Sequence[Path], expected_fingerprint: str) -> tuple[Counts, list[str]]:
+    """Count the outcomes of JUnit reports whose suites are named by ``expected_fingerprint``.
+
+    A test's latest outcome counts. Returned beside the counts: the tests that failed in one report and passed
+    in a later one, of the same sources.
+    """
+    outcomes: dict[str, Counts] = {}
+    repeated = []
+    for report in reports:
+        for suite in ElementTree.parse(report).getroot().iter("testsuite"):
+            if suite.get("name") != expected_fingerprint:
+                raise ValidationError(
+                    f"{report}: the run was of another tree (suite {suite.get('name')!r}, "
+                    f"sources {expected_fingerprint!r})"
+                )
+            for case in suite.iter("testcase"):
+                test, outcome = f"{case.get('classname')}.{case.get('name')}", _outcome(case)
+                if test in outcomes and outcomes[test].failed and outcome.passed:
+                    repeated.append(test)
+                outcomes[test] = outcome
+    return sum(outcomes.values(), Counts()), repeated
+
+
+def _outcome(case: ElementTree.Element) -> Counts:
+    if case.find("failure") is not None or case.find("error") is not None:
+        return Counts(failed=1)
+    if case.find("skipped") is not None:
+        return Counts(skipped=1)
+    on_gpu = case.find("properties/property[@name='gpu']") is not None
+    return Counts(passed=1, gpu_passed=int(on_gpu))
+
+
 def read_junit(report: Path, expected_fingerprint: str) -> Counts:
-    """Count the outcomes of a JUnit report whose suite is named by ``expected_fingerprint``."""
-    counts = Counts()
-    for suite in ElementTree.parse(report).getroot().iter("testsuite"):
-        if suite.get("name") != expected_fingerprint:
-            raise ValidationError(
-                f"{report}: the run was of another tree (suite {suite.get('name')!r}, "
-                f"sources {expected_fingerprint!r})"
-            )
-        for case in suite.iter("testcase"):
-            if case.find("failure") is not None or case.find("error") is not None:
-                counts += Counts(failed=1)
-            elif case.find("skipped") is not None:
-                counts += Counts(skipped=1)
-            else:
-                on_gpu = case.find("properties/property[@name='gpu']") is not None
-                counts += Counts(passed=1, gpu_passed=int(on_gpu))
-    return counts
+    """Count the outcomes of one JUnit report; see `read_reports`."""
+    return read_reports([report], expected_fingerprint)[0]
 
 
 def record(
@@ -134,23 +154,34 @@ def check(root: Path = ROOT) -> tuple[list[str], bool]:
     return lines or ["docs/validation: no record yet"], readable
 
 
-def _write(arguments: argparse.Namespace) -> None:
+def _machine(figures: Sequence[dict[str, Any]], sources: str) -> tuple[str, str, dict[str, str]]:
+    """Return GPU, compute capability and versions: of this machine, or of the figures of the run."""
     import torch
 
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        return properties.name, f"{properties.major}.{properties.minor}", versions()
+    if not figures:
+        raise ValidationError(
+            "torch sees no GPU here: write the record on the machine of the run, or with --figures"
+        )
+    for one in figures:
+        if one["fingerprint"] != sources:
+            raise ValidationError(f"the figures of {one['phase']!r} are of another tree")
+    capability = preset(gpu_slug(figures[0]["gpu"])).compute_capability
+    return figures[0]["gpu"], ".".join(map(str, capability)), figures[0]["versions"]
+
+
+def _write(arguments: argparse.Namespace) -> None:
     sources = fingerprint()
-    counts = sum((read_junit(report, sources) for report in arguments.junit), Counts())
-    if not torch.cuda.is_available():
-        raise ValidationError("torch sees no GPU here: write the record on the machine of the run")
-    properties = torch.cuda.get_device_properties(0)
-    figures = json.loads(arguments.figures.read_text(encoding="utf-8")) if arguments.figures else {}
-    content = record(
-        counts,
-        properties.name,
-        f"{properties.major}.{properties.minor}",
-        versions(),
-        figures,
-        sources,
-    )
+    counts, repeated = read_reports(arguments.junit, sources)
+    figures = [json.loads(path.read_text(encoding="utf-8")) for path in arguments.figures or ()]
+    gpu, capability, packages = _machine(figures, sources)
+    heading = ("gpu", "date", "fingerprint", "versions")
+    measured = [{key: value for key, value in one.items() if key not in heading} for one in figures]
+    content = record(counts, gpu, capability, packages, measured, sources)
+    if repeated:
+        content["tests"]["failed_then_passed"] = repeated
     for path in save(content):
         print(path)
 
@@ -162,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands.add_parser("check", help="say which records still match the sources")
     write = commands.add_parser("write", help="record a green run, on the machine of the run")
     write.add_argument("--junit", type=Path, nargs="+", required=True, help="JUnit reports of the run")
-    write.add_argument("--figures", type=Path, help="JSON file of measured figures")
+    write.add_argument("--figures", type=Path, nargs="+", help="records of `sdm-rt bench` of the same run")
     arguments = parser.parse_args(argv)
     if arguments.command == "fingerprint":
         print(fingerprint())

@@ -183,6 +183,7 @@ def sdm_write_read(
     shared_bank : bool
         With one bank for several streams: the caller promises that rows written by one stream are touched by
         no other. Verified on the CPU.
+        Gradients on CPU tensors only.
     grad_bank_fp32 : bool
         Keep the gradient of a half-precision bank in float32 during the backward. The CPU always does.
     return_final_bank : bool

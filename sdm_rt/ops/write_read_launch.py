@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from math import gcd
 
 import torch
@@ -13,8 +13,9 @@ from torch import Tensor
 from sdm_rt.errors import UnsupportedConfigurationError
 from sdm_rt.ops.bound_plans import bound_plan
 from sdm_rt.ops.counters import device_repeats, record_dispatch
-from sdm_rt.ops.decode_launch import BANK_NAMES
+from sdm_rt.ops.decode_launch import BANK_NAMES, device_model
 from sdm_rt.ops.write_read_call import WriteReadCall
+from sdm_rt.plan.backward import plan_backward
 from sdm_rt.plan.bound import BoundPlan
 from sdm_rt.plan.buffer import Arena, Buffer
 from sdm_rt.plan.forward import forward_constants, kept_buffers, plan_forward
@@ -101,9 +102,16 @@ def planned_shape(
     Raises
     ------
     UnsupportedConfigurationError
-        For more slots a stream than the kernels can number.
+        For more slots a stream than the kernels can number, and for training with one bank for several
+        streams.
     """
     shape = call.shape
+    if training and shape.shared_bank and shape.streams > 1:
+        # Streams may read one row; their gradients of it would be added by several blocks at once.
+        raise UnsupportedConfigurationError(
+            "shared_bank: one bank for several streams has gradients on CPU tensors only; give each stream "
+            "its own rows (num_memory_slots), or call under torch.no_grad()"
+        )
     if shape.slots > MAX_SLOTS:
         raise UnsupportedConfigurationError(
             f"memory: {shape.slots} slots a stream are more than the kernels' {MAX_SLOTS}; use more streams "
@@ -269,6 +277,8 @@ def bind_forward(
     device = bank.device
     covered = covers_every_row(call, streams)
     planned = planned_shape(bank, operands, call, layout.alignment, training)
+    if training and call.schedule is not None:
+        _check_backward(planned, bank.get_device(), call.schedule)
     bound = bound_plan(_PLANNERS[call.schedule], planned, bank.get_device(), forward_constants)
     plan = bound.plan
     kept = Arena.of(buffer for buffer in plan.buffers if buffer.kept)
@@ -290,6 +300,12 @@ def bind_forward(
         }
     )
     return BoundCall(bound, tensors | {"saved": saved, "scratch": working})
+
+
+@lru_cache(maxsize=64)
+def _check_backward(shape: WriteReadShape, index: int, schedule: str) -> None:
+    """Refuse a forced schedule that the backward cannot run, before the forward does any work."""
+    plan_backward(shape, device_model(index), schedule)
 
 
 def _advance(

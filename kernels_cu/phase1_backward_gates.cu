@@ -31,7 +31,7 @@
 
 #define THREADS 256
 #define WARPS (THREADS / 32)
-#define BATCH 4  // entries or slots of a thread under way at once
+#define BATCH 4      // entries or slots of a thread under way at once
 #define LISTED 4096  // slots looked at before those on the list
 
 template <class T>

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from sdm_rt.ops.write_read_autograd import write_read_in_place, write_read_with_
 from sdm_rt.ops.write_read_call import WriteReadCall, check_values, needs_backward
 from sdm_rt.ops.write_read_operators import traced_write_read
 from sdm_rt.ops.write_read_paths import path_of
+from sdm_rt.runtime.interop import is_foreign, producer_stream, to_caller, to_tensor
 
 __all__ = ["sdm_write_read"]
 
@@ -206,7 +207,8 @@ def sdm_write_read(
     readings : Tensor
         [P*T, D] (packed: [sum T, D]) in the bank's dtype.
     final_bank : Tensor
-        [P*S, D], only with ``return_final_bank``.
+        [P*S, D], only with ``return_final_bank``. Every argument may be a CuPy array or another object with
+        ``__dlpack__``; a CuPy bank gets CuPy arrays back.
 
     Raises
     ------
@@ -231,8 +233,24 @@ def sdm_write_read(
     backward does not restore the bank.
     """
     _check_options(chunk_size, snapshot_quant, schedule, max_seqlen)
-    checks.check_bank(memory)
     tensors = {"k_idx": k_idx, "k_val": k_val, "v": v, "beta": beta, "g": g, "q_idx": q_idx, "q_val": q_val}
+    if any(map(is_foreign, (memory, *tensors.values(), lengths, cu_seqlens))):
+        result: Tensor | tuple[Tensor, Tensor] = _on_foreign_arrays(
+            {"memory": memory, **tensors, "lengths": lengths, "cu_seqlens": cu_seqlens},
+            chunk_size=chunk_size,
+            num_memory_slots=num_memory_slots,
+            num_parallel=num_parallel,
+            snapshot_quant=snapshot_quant,
+            key_weighted_decay=key_weighted_decay,
+            shared_bank=shared_bank,
+            grad_bank_fp32=grad_bank_fp32,
+            return_final_bank=return_final_bank,
+            max_seqlen=max_seqlen,
+            check_indices=check_indices,
+            schedule=schedule,
+        )
+        return result
+    checks.check_bank(memory)
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
@@ -271,3 +289,15 @@ def sdm_write_read(
     bank = memory.clone(memory_format=torch.contiguous_format) if return_final_bank else memory
     readings = path_of(device).forward(bank.detach(), flat, call, streams)
     return (readings, bank) if return_final_bank else readings
+
+
+def _on_foreign_arrays(arrays: dict[str, Any], **options: Any) -> Any:
+    """Run on arrays of another library, on the caller's stream; a CuPy bank gets CuPy arrays back."""
+    caller = arrays["memory"]
+    with producer_stream(caller):
+        tensors = {name: None if array is None else to_tensor(array, name) for name, array in arrays.items()}
+        op: Any = sdm_write_read
+        result = op(**tensors, **options)
+        if isinstance(result, tuple):
+            return tuple(to_caller(one, caller) for one in result)
+        return to_caller(result, caller)

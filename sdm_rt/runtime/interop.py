@@ -17,12 +17,25 @@ from torch.utils.dlpack import from_dlpack
 from sdm_rt.errors import MissingDependencyError
 from sdm_rt.runtime.dependencies import load_cupy
 
-__all__ = ["current_stream", "empty_like_caller", "is_cupy", "producer_stream", "to_caller", "to_tensor"]
+__all__ = [
+    "current_stream",
+    "empty_like_caller",
+    "is_cupy",
+    "is_foreign",
+    "producer_stream",
+    "to_caller",
+    "to_tensor",
+]
 
 
 def is_cupy(array: object) -> bool:
     """Return whether ``array`` is a CuPy array, without importing CuPy."""
     return type(array).__module__.partition(".")[0] == "cupy" and hasattr(array, "__dlpack__")
+
+
+def is_foreign(array: object) -> bool:
+    """Return whether ``array`` is another library's array that DLPack can share."""
+    return not isinstance(array, Tensor) and hasattr(array, "__dlpack__")
 
 
 def to_tensor(array: Any, name: str) -> Tensor:

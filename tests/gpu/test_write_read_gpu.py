@@ -176,3 +176,24 @@ def test_checks_read_indices_where_asked() -> None:
             memory, *bad, num_memory_slots=CASE.slots, num_parallel=CASE.streams, check_indices=True
         )
     assert torch.equal(memory, inputs.memory)
+
+
+def test_cupy_in_and_out_equals_torch() -> None:
+    cupy = pytest.importorskip("cupy")
+    memory = fresh()
+    want = call(memory)
+    inputs = make_inputs(CASE, torch.device("cuda"))
+    bank = cupy.from_dlpack(fresh())
+    stream = cupy.cuda.Stream(non_blocking=True)
+    torch.cuda.synchronize()
+    with stream:
+        readings = sdm_write_read(
+            bank,
+            *(cupy.from_dlpack(x) for x in inputs.tokens()),
+            chunk_size=CASE.chunk,
+            num_memory_slots=CASE.slots,
+            num_parallel=CASE.streams,
+        )
+        assert isinstance(readings, cupy.ndarray)
+    stream.synchronize()
+    assert digest(torch.from_dlpack(readings), torch.from_dlpack(bank)) == digest(want, memory)

@@ -22,7 +22,7 @@ def test_the_flagship_floor_by_hand() -> None:
     # Forward: both kinds of rows are read, and the written ones go back.
     no_grad = steps * row * 3 * 8192
     phase1 = floor_bytes(FLAGSHIP, H200, training=False) - no_grad
-    assert 0 <= phase1 < 0.2 * no_grad
+    assert 0 <= phase1 < 0.25 * no_grad
     training = floor_bytes(FLAGSHIP, H200, training=True)
     # The snapshot too; the backward moves 7 rows' worth a slot; then the bank's gradient is written once.
     assert training > steps * row * (4 + 7) * 8192 + 2 * 65536 * row

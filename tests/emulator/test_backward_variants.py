@@ -52,7 +52,8 @@ class Case:
             snapshot=self.snapshot,
             alignment=alignment,
         )
-        return tuple(one for one in plan_backward(shape, self.model).kernels() if "phase1" not in one.name)
+        plan = plan_backward(shape, self.model, "stepwise")
+        return tuple(one for one in plan.kernels() if "phase1" not in one.name)
 
     def problem(self) -> Problem:
         problem = make_problem(1, T, W, R, self.D, S, writes="repeats", gate_per_write=True, seed=self.D)

@@ -70,7 +70,7 @@ class Case:
         )
 
     def launches(self) -> tuple[Launch, ...]:
-        return plan_forward(self.shape(), self.model).kernels()
+        return plan_forward(self.shape(), self.model, "stepwise").kernels()
 
     def problem(self) -> Problem:
         problem = make_problem(1, T, W, R, self.D, S, writes="repeats", gate_per_write=True, seed=self.D)
@@ -125,7 +125,7 @@ class SortCase:
             index_dtype=self.index,
             training=False,
         )
-        plan = plan_forward(shape, preset("h100"))
+        plan = plan_forward(shape, preset("h100"), "stepwise")
         (launch,) = (launch for launch in plan.prologue if launch.name == "phase1_sort")
         given = forward_constants(plan) | allocate(plan.buffers, torch.device("cpu"))
         return launch, {a.name: given.get(a.name) for a in launch.arguments}

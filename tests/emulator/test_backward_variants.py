@@ -102,7 +102,7 @@ def check(case: Case) -> None:
     for name in GRADIENTS:
         bound = TOLERANCES[dtype].relative
         if name in APPROXIMATE and case.snapshot != "none":
-            bound += 2 * SNAPSHOT_GRADIENT[case.snapshot].relative  # of few values: twice the mean
+            bound += 4 * SNAPSHOT_GRADIENT[case.snapshot].relative  # of few values, which may cancel
         error = relative_error(got.gradients[name], want[name])
         assert error <= bound, f"{case}: gradient of {name}: {error:.2e}"
 

@@ -343,11 +343,10 @@ def choose_schedule(
         raise ValueError(f"schedule: expected None or one of {', '.join(SCHEDULES)}, got {schedule!r}")
     if schedule == "stepwise":
         return None, "schedule: stepwise, as asked"
-    if schedule is None and not (device.clusters and pays(shape, device)):
-        return (
-            None,
-            "schedule: stepwise, by the rule" if device.clusters else "schedule: stepwise, without clusters",
-        )
+    if schedule is None and not device.clusters:
+        return None, "schedule: stepwise, without clusters"
+    if schedule is None and not pays(shape, device):
+        return None, "schedule: stepwise, by the rule"
     try:
         launch = persistent_launch(shape, device, step, slab_steps)
     except UnsupportedConfigurationError as error:

@@ -1,12 +1,17 @@
-"""Fixtures of the whole suite: the GPU marker, seeds, poisoned memory, and the profile of hypothesis."""
+"""The GPU marker, seeds, poisoned memory, the profile of hypothesis, and a summary of the kernels that ran."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import astuple
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
+
+from sdm_rt.runtime.kernel import KernelSpec
+from tests.emulator.harness import coverage
 
 # The same examples on every machine and at every run, however slow it is.
 settings.register_profile("suite", deadline=None, derandomize=True, database=None)
@@ -20,6 +25,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.user_properties.append(("gpu", "yes"))  # in the JUnit report, for tests/validation.py
             if not torch.cuda.is_available():
                 item.add_marker(skip)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """In a process of ``pytest -n``, hand over which kernels ran here."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["executed"] = sorted(coverage.executed)
+        session.config.workeroutput["specs"] = [astuple(spec) for spec in coverage.specs]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take over what a process hands over; one that crashed hands over nothing."""
+    output = getattr(node, "workeroutput", {})
+    coverage.executed |= set(output.get("executed", ()))
+    coverage.specs |= {KernelSpec(*spec) for spec in output.get("specs", ())}
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if not coverage.executed:
+        return
+    terminalreporter.section("kernels executed by the emulator")
+    for file, entry in sorted(coverage.executed):
+        specs = sum(spec.file == file and entry in spec.entries for spec in coverage.specs)
+        terminalreporter.write_line(f"{file}: {entry}, {specs} variants")
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,6 +49,23 @@ def test_every_ingredient_changes_the_key(private_cache: Path) -> None:
     built.append(library(SCAN, "access", [fault]))
     assert len(set(built)) == 4
     assert sorted(path.parent for path in built) == sorted(private_cache.iterdir())
+
+
+def test_two_builds_at_once_keep_one(private_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both_finished, compile_it = threading.Barrier(2), build.execute
+
+    def execute(command: Sequence[str], **options: Any) -> Any:
+        done = compile_it(command, **options)
+        if "-shared" in command:
+            both_finished.wait(timeout=60)
+        return done
+
+    monkeypatch.setattr(build, "execute", execute)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: library(SCAN, "access"), range(2))
+    assert first == second
+    assert [first.parent] == list(private_cache.iterdir())
+    assert first.exists()
 
 
 def test_a_failed_build_leaves_nothing(private_cache: Path) -> None:

@@ -27,7 +27,7 @@ def declared_extras() -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "start"), [("demo", ["sdm-rt", "demo"]), ("test", ["python", "-m", "pytest"])]
+    ("name", "start"), [("demo", ["sdm-rt", "demo"]), ("test", ["python", "-m", "pytest", "-n", "3"])]
 )
 def test_commands(name: str, start: list[str]) -> None:
     install, ours = (shlex.split(part) for part in command(name).split("&&"))
@@ -35,6 +35,15 @@ def test_commands(name: str, start: list[str]) -> None:
     assert extras(install) <= declared_extras()
     assert ours == start
     assert "demo" in COMMANDS
+
+
+def test_the_tests_extra_holds_what_runs_them() -> None:
+    install, ours = (shlex.split(part) for part in command("test").split("&&"))
+    assert "test" in extras(install)
+    assert "-n" in ours
+    project = (ROOT / "pyproject.toml").read_text()
+    (extra,) = re.findall(r"^test = \[(.*?)^\]$", project, re.MULTILINE | re.DOTALL)
+    assert {"pytest", "pytest-xdist"} <= set(re.findall(r'"([\w-]+)>=', extra))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The GPU marker, seeds, poisoned memory, the profile of hypothesis, and a summary of the kernels that ran."""
+"""The GPU marker, seeds, poisoned memory, the profile of hypothesis, and which kernels the emulator ran."""
 
 from __future__ import annotations
 

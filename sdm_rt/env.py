@@ -48,6 +48,11 @@ VARIABLES: tuple[Variable, ...] = (
         "SDM_RT_JIT", "1", "0 forbids run-time compilation: a kernel that is not precompiled is an error."
     ),
     Variable("SDM_RT_PDL", "1", "0 launches every kernel without programmatic dependent launch; same bits."),
+    Variable(
+        "SDM_RT_REPLAY",
+        "1",
+        "0 launches repeated calls kernel by kernel, not as CUDA graphs; same bits.",
+    ),
     Variable("SDM_RT_CHECK", "0", "1 checks indices on the GPU before each call (waits for the GPU)."),
     Variable("SDM_RT_PROGRESS", "1", "0 hides the progress line of a compile."),
 )

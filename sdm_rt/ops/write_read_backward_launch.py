@@ -170,14 +170,14 @@ def backward_on_gpu(
     bound = bind_backward(
         held, operands, call, streams, layout, kept, aligned_gradient(grad_readings, bank), grads
     )
-    bound.plan.run(current_stream(bank.get_device()))
+    replayed = bound.plan.run(current_stream(bank.get_device()))
     finish_bank(bank, held, layout)
     record_dispatch(
         {
             "op": "sdm_write_read_backward",
             "path": "gpu",
             "schedule": bound.plan.plan.schedule,
-            "graph": False,
+            "graph": replayed,
             "plan": bound.plan.plan,
         }
     )

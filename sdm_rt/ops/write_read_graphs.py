@@ -37,6 +37,7 @@ from sdm_rt.runtime.compile import kernels
 from sdm_rt.runtime.graph import CapturedLaunches
 from sdm_rt.runtime.interop import current_stream
 from sdm_rt.runtime.kernel import KernelSpec
+from sdm_rt.runtime.replays import forget_replays, suspend_replays
 
 __all__ = [
     "replay_backward",
@@ -345,16 +346,19 @@ def suspend_cuda_graphs() -> Iterator[None]:
     Captured graphs are kept for later. Results have the same bits either way.
     """
     _pool.suspend(1)
+    suspend_replays(1)
     try:
         yield
     finally:
+        suspend_replays(-1)
         _pool.suspend(-1)
 
 
 def reset_cuda_graphs() -> None:
-    """Drop every CUDA graph that ``cuda_graph=True`` has captured, and their memory.
+    """Drop every CUDA graph: those of ``cuda_graph=True`` with their memory, and those of repeated calls.
 
     Calls that still wait for their backward keep what they saved and run it kernel by kernel. Later calls
     capture anew.
     """
     _pool.clear()
+    forget_replays()

@@ -318,14 +318,14 @@ def _advance(
     bank = memory.detach().contiguous() if layout.copied else memory.detach()
     streams = {name: tensor.contiguous() for name, tensor in streams.items()}
     bound = bind_forward(bank, operands_of(memory, flat), call, streams, layout, training)
-    bound.plan.run(current_stream(memory.get_device()))
+    replayed = bound.plan.run(current_stream(memory.get_device()))
     finish_bank(memory, bank, layout)
     record_dispatch(
         {
             "op": "sdm_write_read",
             "path": "gpu",
             "schedule": bound.plan.plan.schedule,
-            "graph": False,
+            "graph": replayed,
             "plan": bound.plan.plan,
         }
     )

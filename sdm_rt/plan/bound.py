@@ -9,6 +9,7 @@ from sdm_rt.plan.step_plan import StepPlan
 from sdm_rt.runtime import driver, graph
 from sdm_rt.runtime.device import Gpu
 from sdm_rt.runtime.launcher import PreparedLaunch, prepare
+from sdm_rt.runtime.replays import Replays
 
 __all__ = ["BoundPlan"]
 
@@ -49,7 +50,7 @@ class BoundPlan:
         self._context = driver.primary_context(gpu.index)
         self.names = frozenset(a.name for launch in kernels for a in launch.arguments) - {STEP, SLAB_STEP}
         """The arguments that the caller gives."""
-        self._missing = set(self.names)
+        self._values: dict[str, int | float | None] = dict.fromkeys(sorted(self.names))
         prepared = {
             launch: prepare(launch, gpu, stream, left=len(kernels) - 1 - at)
             for at, launch in enumerate(kernels)
@@ -72,6 +73,7 @@ class BoundPlan:
                 )
             values = tuple((at, now[call.arguments[at].name]) for at in changing)
             self._sequence.append((prepared[call], values))
+        self._replays = Replays(len(self._sequence), lambda: graph.record(self._launch, self._context))
 
     def set(self, values: Mapping[str, int | float]) -> None:
         """Write arguments by name into every launch that has them; the others keep their values.
@@ -86,14 +88,22 @@ class BoundPlan:
             raise KeyError(f"{self.plan.name}: no launch takes an argument {name!r} from the caller")
         for launch, names in self._takers:
             launch.set({name: values[name] for name in names & values.keys()})
-        self._missing -= values.keys()
+        self._values.update(values)
 
     def _require_arguments(self) -> None:
-        if self._missing:
-            raise ValueError(f"{self.plan.name}: arguments never set: {', '.join(sorted(self._missing))}")
+        if missing := [name for name, value in self._values.items() if value is None]:
+            raise ValueError(f"{self.plan.name}: arguments never set: {', '.join(missing)}")
 
-    def run(self, stream: int) -> None:
-        """Launch the whole sequence on a stream.
+    def run(self, stream: int) -> bool:
+        """Run the whole sequence on a stream: its launches, or a CUDA graph of them.
+
+        A long sequence whose arguments come again is captured, and replayed while they stay the same
+        (`sdm_rt.runtime.replays`).
+
+        Returns
+        -------
+        bool
+            Whether a graph was replayed.
 
         Raises
         ------
@@ -103,6 +113,12 @@ class BoundPlan:
             With the driver's error.
         """
         self._require_arguments()
+        if self._replays.replay(tuple(self._values.values()), stream):
+            return True
+        self._launch(stream)
+        return False
+
+    def _launch(self, stream: int) -> None:
         for launch, values in self._sequence:
             for slot, value in values:
                 launch.arguments[slot] = value

@@ -1,6 +1,6 @@
-"""A sequence of prepared launches as one CUDA graph that replays with other tensors.
+"""Sequences of prepared launches as CUDA graphs: one that replays as it is, one that takes other arguments.
 
-The graph is captured once, on a stream of its own. An update rewrites the parameters of exactly those kernel
+A graph is captured once, on a stream of its own. An update rewrites the parameters of exactly those kernel
 nodes whose arguments changed (cuGraphExecKernelNodeSetParams): no new capture, no indirection in the kernels,
 and replays that are already queued keep the values they were given.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from sdm_rt.runtime import driver
 from sdm_rt.runtime.driver import check, library
 from sdm_rt.runtime.launcher import PreparedLaunch
 
-__all__ = ["CapturedLaunches", "Values", "capture"]
+__all__ = ["CapturedLaunches", "Recording", "Values", "capture", "record"]
 
 Values = Mapping[str, Any]
 
@@ -53,18 +53,30 @@ class _Node:
         return cls(handle, launch, slots, addresses, params)
 
 
-class CapturedLaunches:
-    """A CUDA graph of launches; made by `capture`.
+class Recording:
+    """A CUDA graph of launches with the arguments they were captured with; made by `record`."""
+
+    def __init__(self, graph: int, executable: int, context: int) -> None:
+        self._executable = ctypes.c_void_p(executable)
+        self._context = context
+        self._finalizer = weakref.finalize(self, _destroy, graph, executable)
+
+    def replay(self, stream: int) -> None:
+        """Launch the graph on a stream."""
+        with driver.current_context(self._context):
+            check(library().cuGraphLaunch(self._executable, ctypes.c_void_p(stream)), "cuGraphLaunch")
+
+
+class CapturedLaunches(Recording):
+    """A CUDA graph of launches that takes other arguments; made by `capture`.
 
     The graph owns what it was given to keep: tensors live as long as it addresses them.
     """
 
     def __init__(self, graph: int, executable: int, context: int, nodes: list[_Node], keep: object) -> None:
-        self._executable = ctypes.c_void_p(executable)
-        self._context = context
+        super().__init__(graph, executable, context)
         self._nodes = nodes
         self._keep = keep
-        self._finalizer = weakref.finalize(self, _destroy, graph, executable)
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -102,11 +114,6 @@ class CapturedLaunches:
                 changed += 1
         self._keep = keep
         return changed
-
-    def replay(self, stream: int) -> None:
-        """Launch the graph on a stream."""
-        with driver.current_context(self._context):
-            check(library().cuGraphLaunch(self._executable, ctypes.c_void_p(stream)), "cuGraphLaunch")
 
 
 def _destroy(graph: int, executable: int) -> None:
@@ -159,16 +166,44 @@ def capture(
         With the driver's error; the capture has been ended and later calls work.
     """
     nodes: list[_Node] = []
+
+    def launch_all(stream: ctypes.c_void_p) -> None:
+        for launch, values in launches:
+            launch.set(values)
+            launch.run(stream.value or 0)
+            nodes.append(_Node.of(_latest_node(stream), launch))
+
+    graph, executable = _instantiate(launch_all, context)
+    return CapturedLaunches(graph, executable, context, nodes, keep)
+
+
+def record(launch_all: Callable[[int], None], context: int) -> Recording:
+    """Capture launches into a CUDA graph that replays them as they are.
+
+    Parameters
+    ----------
+    launch_all : callable
+        Makes the launches on the stream it is given.
+    context : int
+        The context of their GPU (``driver.primary_context``).
+
+    Raises
+    ------
+    RuntimeError
+        With the driver's error; the capture has been ended and later calls work.
+    """
+    return Recording(*_instantiate(lambda stream: launch_all(stream.value or 0), context), context)
+
+
+def _instantiate(launch_all: Callable[[ctypes.c_void_p], None], context: int) -> tuple[int, int]:
+    """Return the graph that a stream of its own captures, and its executable."""
     graph, executable, stream = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
     with driver.current_context(context):
         check(library().cuStreamCreate(ctypes.byref(stream), NON_BLOCKING), "cuStreamCreate")
         try:
             check(library().cuStreamBeginCapture_v2(stream, THREAD_LOCAL), "cuStreamBeginCapture")
             try:
-                for launch, values in launches:
-                    launch.set(values)
-                    launch.run(stream.value or 0)
-                    nodes.append(_Node.of(_latest_node(stream), launch))
+                launch_all(stream)
             finally:
                 ended = library().cuStreamEndCapture(stream, ctypes.byref(graph))
             check(ended, "cuStreamEndCapture")
@@ -184,4 +219,4 @@ def capture(
             library().cuStreamDestroy_v2(stream)
     assert graph.value is not None
     assert executable.value is not None
-    return CapturedLaunches(graph.value, executable.value, context, nodes, keep)
+    return graph.value, executable.value

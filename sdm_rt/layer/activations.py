@@ -6,7 +6,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import activation
 
-__all__ = ["L2Normalize", "ScaledSoftmax", "check_activation", "l2_normalize", "make_activation"]
+__all__ = [
+    "L2Normalize",
+    "ScaledSoftmax",
+    "check_activation",
+    "is_same_softmax",
+    "l2_normalize",
+    "make_activation",
+]
 
 # Torch's activations by name; Softmax2d keeps the shape too, but never works over the last dimension.
 _NAMES = frozenset({*activation.__all__, "Identity"} - {"Softmax2d"})
@@ -50,7 +57,7 @@ class ScaledSoftmax(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return weights [..., W] of scores [..., W]."""
-        return torch.softmax(self.scale * x, dim=-1)
+        return torch.softmax(x if self.scale == 1.0 else self.scale * x, dim=-1)
 
     def extra_repr(self) -> str:
         """Return the scale for the module's repr."""
@@ -63,6 +70,15 @@ class L2Normalize(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return weights [..., W] of scores [..., W]."""
         return l2_normalize(x)
+
+
+def is_same_softmax(first: nn.Module, second: nn.Module) -> bool:
+    """Whether both are :class:`ScaledSoftmax` of one scale, without hooks: one call may serve for both."""
+    return (
+        type(first) is type(second) is ScaledSoftmax
+        and first.scale == second.scale
+        and not any(m._forward_hooks or m._forward_pre_hooks for m in (first, second))
+    )
 
 
 def make_activation(name: str, scale: float = 1.0) -> nn.Module:

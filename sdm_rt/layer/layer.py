@@ -12,15 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sdm_rt.layer.activations import make_activation
+from sdm_rt.layer.activations import is_same_softmax, make_activation
 from sdm_rt.layer.args import SparseDeltaMemoryArgs
-from sdm_rt.layer.layout import PaddedLayout, TokenLayout, resolve_layout
+from sdm_rt.layer.layout import OneTokenLayout, PackedLayout, TokenLayout, resolve_layout
 from sdm_rt.layer.state import Cache, SDMLayerState
 from sdm_rt.layer.statistics import access_statistics, norm_statistics
 from sdm_rt.ops.checks import BANK_DTYPES, check_int, check_one_device
 from sdm_rt.ops.decode import sdm_decode_step
 from sdm_rt.ops.library import is_traced
-from sdm_rt.ops.topk import product_key_topk
+from sdm_rt.ops.topk import select_slots
 from sdm_rt.ops.write_read import sdm_write_read
 from sdm_rt.ops.write_read_graphs import replayed_calls
 
@@ -41,6 +41,20 @@ class _Entries(NamedTuple):
     g: Tensor
     q_idx: Tensor
     q_val: Tensor
+
+
+class _Chosen(NamedTuple):
+    """The bank rows and weights that the tokens write and read, as the op takes them, and slots [N, H, *].
+
+    The slots of a call without access statistics may be those of writes and reads together.
+    """
+
+    k_idx: Tensor
+    k_val: Tensor
+    q_idx: Tensor
+    q_val: Tensor
+    k_slots: Tensor
+    q_slots: Tensor
 
 
 class SparseDeltaMemory(nn.Module):
@@ -279,31 +293,29 @@ class SparseDeltaMemory(nn.Module):
         rows = _zero_padding(x.reshape(-1, self.args.dim), layout)  # [N, dim]
 
         v = self.Wv_write(rows)
-        k_score, k_idx = self._select(self.Wk_write(rows), self.key_bn, self.args.num_writes, layout)
-        q_score, q_idx = self._select(self.Wq_read(rows), self.query_bn, self.args.num_reads, layout)
-        k_val, q_val = self.write_act(k_score), self.read_act(q_score)  # [N, H, W], [N, H, R]
+        chosen = self._choose(rows, layout)
         gate_dtype = torch.promote_types(v.dtype, torch.float32)
-        beta = torch.sigmoid(self.b_proj(rows).to(gate_dtype)).unsqueeze(-1)  # [N, H, 1]
-        g = self._log_decay(rows, k_val, gate_dtype)  # [N, H, 1 or W]
-        values = v.view(v.shape[0], self.num_heads, self.head_dim)
+        beta = torch.sigmoid(self.b_proj(rows).to(gate_dtype))  # [N, H]
+        g = layout.to_streams(self._log_decay(rows, gate_dtype))
+        if self.args.key_weighted_decay:
+            g = g * chosen.k_val.to(gate_dtype)
 
         bank, state = self._bank(cache, layout, v)
-        slots = self.slots_per_head
         entries = _Entries(
-            k_idx=layout.bank_rows(k_idx, slots),
-            k_val=layout.to_streams(k_val),
-            v=layout.to_streams(values),
+            k_idx=chosen.k_idx,
+            k_val=chosen.k_val,
+            v=layout.to_streams(v),
             beta=layout.to_streams(beta),
-            g=layout.to_streams(g),
-            q_idx=layout.bank_rows(q_idx, slots),
-            q_val=layout.to_streams(q_val),
+            g=g,
+            q_idx=chosen.q_idx,
+            q_val=chosen.q_val,
         )
         readings = layout.from_streams(self._advance(bank, entries, layout, decodes=cache is not None))
         state.update_(state.state[0], layout.tokens)
         if self.args.log_memory_access_stats or self.args.log_memory_norms:
-            self._measure(state, k_idx, q_idx, values, readings, layout)
+            self._measure(state, chosen, v, readings, layout)
 
-        out = readings.to(v.dtype)  # [N, H, D]
+        out = readings if readings.dtype == v.dtype else readings.to(v.dtype)  # [N, H, D]
         if self.readings_norm is not None:
             out = self.readings_norm(out)
         out = out.flatten(1)
@@ -332,30 +344,52 @@ class SparseDeltaMemory(nn.Module):
             if not isinstance(cache, Cache):
                 raise TypeError(f"cache: expected a Cache, got {type(cache).__name__}")
             bank = cache.state[0]
-            expected = [layout.sequences * self.num_heads * self.slots_per_head, self.head_dim]
-            if list(bank.shape) != expected:
+            expected = (layout.sequences * self.num_heads * self.slots_per_head, self.head_dim)
+            if bank.shape != expected:
                 raise ValueError(
-                    f"cache: expected a bank [B*H*S, D] = {expected} for B = {layout.sequences}, got "
+                    f"cache: expected a bank [B*H*S, D] = {list(expected)} for B = {layout.sequences}, got "
                     f"{list(bank.shape)}"
                 )
-            check_one_device({"x": x, "cache": bank})
+            if bank.device != x.device:
+                check_one_device({"x": x, "cache": bank})
         return layout
 
-    def _select(
-        self, keys: Tensor, norm: nn.Module | None, count: int, layout: TokenLayout
-    ) -> tuple[Tensor, Tensor]:
-        """Return scores and slots [N, H, count] of projected keys or queries [N, H * sum(n_f)]."""
-        if norm is not None and keys.shape[0]:
-            keys = _normalize_tokens(norm, keys, layout.is_real)
-        return product_key_topk(
-            keys.view(keys.shape[0], self.num_heads, sum(self.factors)), self.factors, count
+    def _choose(self, rows: Tensor, layout: TokenLayout) -> _Chosen:
+        """Return what the tokens write and read, and how strongly."""
+        args = self.args
+        keys, queries = self.Wk_write(rows), self.Wq_read(rows)  # [N, H * sum(n_f)]
+        if (
+            isinstance(layout, OneTokenLayout)
+            and args.num_writes == args.num_reads
+            and self.key_bn is None
+            and is_same_softmax(self.write_act, self.read_act)
+        ):
+            # A row selects the same slots in any batch: one selection and one activation for both.
+            scores, slots = self._select(torch.cat([keys, queries]), args.num_writes)  # [2B, H, W]
+            k_val, q_val = layout.to_streams(self.write_act(scores)).chunk(2)
+            k_idx, q_idx = layout.bank_rows(slots, self.slots_per_head).chunk(2)
+            k_slots, q_slots = slots.chunk(2) if args.log_memory_access_stats else (slots, slots)
+            return _Chosen(k_idx, k_val, q_idx, q_val, k_slots, q_slots)
+        k_score, k_slots = self._select(_normalize_tokens(self.key_bn, keys, layout), args.num_writes)
+        q_score, q_slots = self._select(_normalize_tokens(self.query_bn, queries, layout), args.num_reads)
+        return _Chosen(
+            k_idx=layout.bank_rows(k_slots, self.slots_per_head),
+            k_val=layout.to_streams(self.write_act(k_score)),
+            q_idx=layout.bank_rows(q_slots, self.slots_per_head),
+            q_val=layout.to_streams(self.read_act(q_score)),
+            k_slots=k_slots,
+            q_slots=q_slots,
         )
 
-    def _log_decay(self, rows: Tensor, k_val: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return g, [N, H, 1], or [N, H, W] with key_weighted_decay."""
-        time_step = F.softplus(self.a_proj(rows).to(dtype) + self.dt_bias.to(dtype))
-        g = (-self.A_log.to(dtype).exp() * time_step).unsqueeze(-1)
-        return g * k_val.to(dtype) if self.args.key_weighted_decay else g
+    def _select(self, keys: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Return scores and slots [N, H, count] of normalized keys or queries [N, H * sum(n_f)]."""
+        raw = keys.view(keys.shape[0], self.num_heads, sum(self.factors))
+        return select_slots(raw, self.factors, count)
+
+    def _log_decay(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return g, [N, H], without what key_weighted_decay multiplies it by."""
+        time_step = F.softplus(self.a_proj(rows).to(dtype) + self.dt_bias)
+        return -self.A_log.to(dtype).exp() * time_step
 
     def _initial_bank(self) -> Tensor:
         """Return the rows that fill a sequence's bank at its start: the learned [H*S, D], or one of zeros."""
@@ -374,7 +408,7 @@ class SparseDeltaMemory(nn.Module):
     def _advance(self, bank: Tensor, entries: _Entries, layout: TokenLayout, decodes: bool) -> Tensor:
         """Run the op on the bank in place; a continued single token without a backward by the decode step."""
         needs_backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (bank, *entries))
-        if decodes and not needs_backward and isinstance(layout, PaddedLayout) and layout.tokens == 1:
+        if decodes and not needs_backward and layout.tokens == 1 and not isinstance(layout, PackedLayout):
             readings: Tensor = sdm_decode_step(bank, *entries, lengths=layout.stream_lengths)
             return readings
         if self.args.cuda_graph and needs_backward and not is_traced(bank):
@@ -398,19 +432,14 @@ class SparseDeltaMemory(nn.Module):
         )
 
     def _measure(
-        self,
-        state: Cache,
-        k_idx: Tensor,
-        q_idx: Tensor,
-        values: Tensor,
-        readings: Tensor,
-        layout: TokenLayout,
+        self, state: Cache, chosen: _Chosen, v: Tensor, readings: Tensor, layout: TokenLayout
     ) -> None:
         self.statistics = {}
         slots = self.slots_per_head
         if self.args.log_memory_access_stats:
-            self.statistics |= access_statistics(k_idx, q_idx, slots, layout.is_real)
+            self.statistics |= access_statistics(chosen.k_slots, chosen.q_slots, slots, layout.is_real)
         if self.args.log_memory_norms:
+            values = v.view(readings.shape)  # [N, H, D]
             self.statistics |= norm_statistics(state.state[0], values, readings, slots, layout.is_real)
 
     def extra_repr(self) -> str:
@@ -432,11 +461,14 @@ def _zero_padding(rows: Tensor, layout: TokenLayout) -> Tensor:
     return rows if layout.is_real is None else rows.masked_fill(~layout.is_real.unsqueeze(-1), 0.0)
 
 
-def _normalize_tokens(norm: nn.Module, keys: Tensor, is_real: Tensor | None) -> Tensor:
+def _normalize_tokens(norm: nn.Module | None, keys: Tensor, layout: TokenLayout) -> Tensor:
     """Apply BatchNorm to the real tokens among ``keys`` [N, columns]; in training, padding must not count.
 
     Finding the rows waits for the device; packed inputs have no padding to leave out.
     """
+    if norm is None or keys.shape[0] == 0:
+        return keys
+    is_real = layout.is_real
     if is_real is None or not norm.training:
         normalized: Tensor = norm(keys)
         return normalized

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from sdm_rt.ops.checks import check_int, check_one_device, check_stream_lengths, check_stream_offsets
 from sdm_rt.ops.library import is_traced
 
-__all__ = ["PackedLayout", "PaddedLayout", "TokenLayout", "resolve_layout"]
+__all__ = ["OneTokenLayout", "PackedLayout", "PaddedLayout", "TokenLayout", "resolve_layout"]
 
 _LENGTH_DTYPES = (torch.int32, torch.int64)
 
@@ -50,14 +50,13 @@ class PaddedLayout:
         return cls(sequences, heads, tokens, lengths, (positions < lengths.unsqueeze(-1)).flatten())
 
     def to_streams(self, x: Tensor) -> Tensor:
-        """Return [N, H, w] as [P, T, w]."""
-        by_token = x.view(self.sequences, self.tokens, self.heads, x.shape[-1])
+        """Return [N, H*w] or [N, H, w] as [P, T, w]."""
+        by_token = x.view(self.sequences, self.tokens, self.heads, _head_width(x, self.heads))
         return by_token.transpose(1, 2).flatten(0, 1)
 
     def bank_rows(self, idx: Tensor, slots: int) -> Tensor:
         """Return slots [N, H, w] of a stream as rows [P, T, w] of the whole bank."""
-        first_rows = torch.arange(self.sequences * self.heads, device=idx.device) * slots
-        return self.to_streams(idx) + first_rows.view(-1, 1, 1)
+        return self.to_streams(idx) + _first_rows(self.sequences * self.heads, slots, idx.device)
 
     def from_streams(self, readings: Tensor) -> Tensor:
         """Return readings [P*T, D] as [N, H, D]."""
@@ -73,6 +72,52 @@ class PaddedLayout:
     def stream_offsets(self) -> Tensor | None:
         """The op's ``cu_seqlens``: none, since the streams are padded."""
         return None
+
+
+@dataclass(frozen=True, eq=False)
+class OneTokenLayout:
+    """One token of each of B sequences, B > 0: rows [B, H * w] of the layer are the op's [P, 1, w].
+
+    Methods also take two such tensors, one after the other, as [2B, H, w], and return [2P, 1, w].
+
+    Parameters
+    ----------
+    sequences, heads : int
+        B and H.
+    """
+
+    sequences: int
+    heads: int
+    tokens: ClassVar[int] = 1
+    is_real: ClassVar[None] = None
+    stream_lengths: ClassVar[None] = None
+    stream_offsets: ClassVar[None] = None
+
+    def to_streams(self, x: Tensor) -> Tensor:
+        """Return [B, H*w] or [B, H, w] as [P, 1, w]."""
+        return x.view(x.shape[0] * self.heads, 1, _head_width(x, self.heads))
+
+    def bank_rows(self, idx: Tensor, slots: int) -> Tensor:
+        """Return slots [B, H, w] of a stream as rows [P, 1, w] of the whole bank."""
+        streams = self.sequences * self.heads
+        if streams == 1:
+            return self.to_streams(idx)
+        by_stream = idx.view(-1, streams, 1, idx.shape[-1])
+        return (by_stream + _first_rows(streams, slots, idx.device)).flatten(0, 1)
+
+    def from_streams(self, readings: Tensor) -> Tensor:
+        """Return readings [P, D] as [B, H, D]."""
+        return readings.view(self.sequences, self.heads, readings.shape[-1])
+
+
+def _first_rows(streams: int, slots: int, device: torch.device) -> Tensor:
+    """Return the first bank row of each stream, [P, 1, 1]."""
+    return torch.arange(0, streams * slots, slots, device=device).view(-1, 1, 1)
+
+
+def _head_width(x: Tensor, heads: int) -> int:
+    """Return w of [N, H*w] or [N, H, w]."""
+    return x.shape[-1] if x.dim() == 3 else x.shape[-1] // heads
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,8 +172,9 @@ class PackedLayout:
         return None
 
     def to_streams(self, x: Tensor) -> Tensor:
-        """Return [N, H, w] as [N*H, w], stream after stream."""
-        return _permute_rows(x.flatten(0, 1), self.token_of_stream_row, self.stream_row_of_token)
+        """Return [N, H*w] or [N, H, w] as [N*H, w], stream after stream."""
+        by_head = x.reshape(self.rows * self.heads, _head_width(x, self.heads))
+        return _permute_rows(by_head, self.token_of_stream_row, self.stream_row_of_token)
 
     def bank_rows(self, idx: Tensor, slots: int) -> Tensor:
         """Return slots [N, H, w] of a stream as rows [N*H, w] of the whole bank, stream after stream."""
@@ -147,7 +193,7 @@ class PackedLayout:
         return None
 
 
-TokenLayout = PaddedLayout | PackedLayout
+TokenLayout = PaddedLayout | OneTokenLayout | PackedLayout
 
 
 def resolve_layout(
@@ -200,6 +246,8 @@ def resolve_layout(
         _check_vector("lengths", lengths, sequences, "B", x)
         if x.device.type == "cpu" and not is_traced(x):
             check_stream_lengths(lengths, tokens)
+    if tokens == 1 and lengths is None and sequences:
+        return OneTokenLayout(sequences, heads)
     return PaddedLayout.of(sequences, heads, tokens, lengths)
 
 

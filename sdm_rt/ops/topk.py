@@ -20,7 +20,7 @@ from sdm_rt.ops.topk_launch import (
 )
 from sdm_rt.runtime.interop import producer_stream, to_caller, to_tensor
 
-__all__ = ["product_key_topk"]
+__all__ = ["product_key_topk", "select_slots"]
 
 _MAX_SLOTS = 2**63 - 1
 
@@ -81,15 +81,52 @@ def product_key_topk(raw: Any, factors: Sequence[int], k: int) -> tuple[Any, Any
             return to_caller(val, raw), to_caller(idx, raw)
     factors = _checked_factors(factors)
     _check(raw, factors, k)
-    if raw.device.type == "cuda":
+    return select_slots(raw, factors, k)
+
+
+def select_slots(raw: Tensor, factors: tuple[int, ...], k: int) -> tuple[Tensor, Tensor]:
+    """Select as :func:`product_key_topk`, whose arguments the caller has checked.
+
+    Parameters
+    ----------
+    raw : Tensor
+        Factor scores [..., sum(factors)].
+    factors : tuple of int
+        Factor widths.
+    k : int
+        Slots to select.
+
+    Returns
+    -------
+    val, idx : Tensor
+        Scores and slots.
+
+    Raises
+    ------
+    TypeError
+        For float64 scores on a GPU.
+    """
+    if raw.is_cuda:
         if raw.dtype == torch.float64:
             raise TypeError(
                 "raw: expected dtype float32, bfloat16 or float16 on a GPU, got float64 (CPU only)"
             )
+        if not _needs_operator(raw):
+            return select_on_gpu(raw, factors, k)
     elif not is_traced(raw):
         return definition.product_key_topk(raw, factors, k)
     val, idx = torch.ops.sdm_rt.product_key_topk(raw, factors, k)
     return val, idx
+
+
+def _needs_operator(raw: Tensor) -> bool:
+    """Whether autograd, a transform, a tracer or a tensor subclass must see the call as one operator."""
+    return (
+        (raw.requires_grad and torch.is_grad_enabled())
+        or type(raw) not in (Tensor, torch.nn.Parameter)
+        or is_traced(raw)
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
 
 
 def _checked_factors(factors: Sequence[int]) -> tuple[int, ...]:

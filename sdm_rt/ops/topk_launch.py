@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,16 +13,18 @@ from torch import Tensor
 
 from sdm_rt.ops.counters import record_dispatch
 from sdm_rt.ops.decode_launch import BANK_NAMES, device_model
-from sdm_rt.plan.step_plan import StepPlan
 from sdm_rt.plan.topk import TopkShape, plan_topk, plan_topk_backward
 from sdm_rt.runtime import device
 from sdm_rt.runtime.compile import kernels
 from sdm_rt.runtime.interop import current_stream
+from sdm_rt.runtime.kernel import KernelSpec
 from sdm_rt.runtime.launcher import PreparedLaunch, prepare
 
 __all__ = ["empty_gradient", "empty_selection", "select_backward_on_gpu", "select_on_gpu"]
 
 _PLANNERS = {"topk": plan_topk, "topk_backward": plan_topk_backward}
+
+_write_pointers = struct.Struct("<3Q").pack_into
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,8 @@ class _Ready:
     """One direction of a shape, ready to launch on one GPU from one thread."""
 
     launch: PreparedLaunch
-    plan: StepPlan
+    spec: KernelSpec
+    dispatch: dict[str, Any]
 
 
 class _Memo(threading.local):
@@ -40,23 +44,43 @@ class _Memo(threading.local):
 _memo = _Memo()
 
 
-def _launch(entry: str, shape: TopkShape, index: int, tensors: dict[str, Tensor]) -> StepPlan:
-    """Launch ``entry`` on PyTorch's current stream; return its plan."""
-    key = (entry, shape, index)
+def _launch(
+    entry: str, scores: Tensor, factors: Sequence[int], k: int, pointers: tuple[Tensor, Tensor, Tensor]
+) -> dict[str, Any]:
+    """Launch ``entry`` on PyTorch's current stream; return what `last_dispatch` shows of it.
+
+    Parameters
+    ----------
+    entry : str
+        The kernel.
+    scores : Tensor
+        The factor scores or their gradient, [..., sum(factors)], not empty.
+    factors : sequence of int
+        Factor widths.
+    k : int
+        Slots to select.
+    pointers : tuple of Tensor
+        What the kernel's first arguments point to, contiguous.
+    """
+    index = scores.get_device()
+    key = (entry, scores.shape, scores.dtype, index, *factors, k)
     ready = _memo.ready.get(key)
-    if ready is None or not kernels().is_current(ready.launch.launch_description.kernel):
-        plan = _PLANNERS[entry](shape, device_model(index))
-        (planned,) = plan.kernels()
-        launch = prepare(planned, device.gpu(index), current_stream(index))
-        launch.set({"rows": shape.rows})
-        ready = _memo.ready[key] = _Ready(launch, plan)
-    ready.launch.set({name: tensor.data_ptr() for name, tensor in tensors.items()})
-    ready.launch.run(current_stream(index))
-    return ready.plan
+    if ready is None or not kernels().is_current(ready.spec):
+        ready = _memo.ready[key] = _prepare(entry, scores, factors, k)
+    first, second, third = pointers
+    launch = ready.launch
+    _write_pointers(launch.arguments, 0, first.data_ptr(), second.data_ptr(), third.data_ptr())
+    launch.run(current_stream(index))
+    return ready.dispatch
 
 
-def _shape(scores: Tensor, rows: int, factors: Sequence[int], k: int) -> TopkShape:
-    return TopkShape(rows, tuple(factors), k, BANK_NAMES[scores.dtype])
+def _prepare(entry: str, scores: Tensor, factors: Sequence[int], k: int) -> _Ready:
+    index, rows = scores.get_device(), scores.numel() // scores.shape[-1]
+    plan = _PLANNERS[entry](TopkShape(rows, tuple(factors), k, BANK_NAMES[scores.dtype]), device_model(index))
+    (planned,) = plan.kernels()
+    launch = prepare(planned, device.gpu(index), current_stream(index))
+    launch.set({"rows": rows})
+    return _Ready(launch, planned.kernel, {"op": "product_key_topk", "path": "gpu", "plan": plan})
 
 
 def empty_selection(raw: Tensor, factors: Sequence[int], k: int) -> tuple[Tensor, Tensor]:
@@ -93,10 +117,7 @@ def select_on_gpu(raw: Tensor, factors: Sequence[int], k: int) -> tuple[Tensor, 
     """
     val, idx = empty_selection(raw, factors, k)
     if raw.numel():
-        shape = _shape(raw, raw.numel() // raw.shape[-1], factors, k)
-        tensors = {"raw": raw.contiguous(), "val": val, "idx": idx}
-        plan = _launch("topk", shape, raw.get_device(), tensors)
-        record_dispatch({"op": "product_key_topk", "path": "gpu", "plan": plan})
+        record_dispatch(_launch("topk", raw, factors, k, (raw.contiguous(), val, idx)))
     return val, idx
 
 
@@ -109,7 +130,5 @@ def select_backward_on_gpu(grad_val: Tensor, idx: Tensor, factors: Sequence[int]
     """Return the gradient of the factor scores from that of the selected scores, on a GPU."""
     grad_raw = empty_gradient(grad_val, idx, factors, k)
     if idx.numel():
-        shape = _shape(grad_val, idx.numel() // idx.shape[-1], factors, k)
-        tensors = {"idx": idx.contiguous(), "grad_val": grad_val.contiguous(), "grad_raw": grad_raw}
-        _launch("topk_backward", shape, idx.get_device(), tensors)
+        _launch("topk_backward", grad_raw, factors, k, (idx.contiguous(), grad_val.contiguous(), grad_raw))
     return grad_raw

@@ -128,15 +128,14 @@ class _Read:
 
     source: Source
     chosen: str  # SDM_RT_KERNELS at the time
-    stamps: tuple[_Stamp, ...]
+    stamps: list[_Stamp]
     settled: bool
 
     def is_current(self) -> bool:
-        return (
-            self.settled
-            and os.environ.get("SDM_RT_KERNELS", "") == self.chosen
-            and all(_stamp(stamp[0]) == stamp for stamp in self.stamps)
-        )
+        if not self.settled or os.environ.get("SDM_RT_KERNELS", "") != self.chosen:
+            return False
+        # At every call of an op: a list of three costs less than a generator.
+        return [_stamp(stamp[0]) for stamp in self.stamps] == self.stamps
 
 
 class SourceTree:
@@ -169,7 +168,7 @@ class SourceTree:
         folder = find_kernels()
         source = expand(spec, folder)
         watched = () if folder == _PACKAGED else source.files
-        stamps = tuple(_stamp(str(path)) for path in watched)
+        stamps = [_stamp(str(path)) for path in watched]
         settled = all(now - stamp[1] > SETTLED_NS for stamp in stamps)
         self._reads[spec] = _Read(source, os.environ.get("SDM_RT_KERNELS", ""), stamps, settled)
         return source

@@ -41,7 +41,7 @@ def bound_plan(
     """
     key = (planner, shape, index, env.flag("SDM_RT_PDL"))
     bound = _memo.plans.get(key)
-    if bound is None or not all(kernels().is_current(spec) for spec in bound.specs):
+    if bound is None or not kernels().are_current(bound.specs):
         plan = planner(shape, device_model(index))
         bound = _memo.plans[key] = BoundPlan(plan, device.gpu(index), current_stream(index))
         if constants is not None:

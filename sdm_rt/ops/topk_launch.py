@@ -33,6 +33,7 @@ class _Ready:
 
     launch: PreparedLaunch
     spec: KernelSpec
+    selected: tuple[int, ...]  # the shape of values and slots
     dispatch: dict[str, Any]
 
 
@@ -44,43 +45,41 @@ class _Memo(threading.local):
 _memo = _Memo()
 
 
-def _launch(
-    entry: str, scores: Tensor, factors: Sequence[int], k: int, pointers: tuple[Tensor, Tensor, Tensor]
-) -> dict[str, Any]:
-    """Launch ``entry`` on PyTorch's current stream; return what `last_dispatch` shows of it.
+def _ready(entry: str, scores: Tensor, factors: Sequence[int], k: int) -> _Ready:
+    """Return the prepared launch of ``entry`` for factor scores (or their gradient) of this shape, not empty.
 
     Parameters
     ----------
     entry : str
         The kernel.
     scores : Tensor
-        The factor scores or their gradient, [..., sum(factors)], not empty.
+        [..., sum(factors)].
     factors : sequence of int
         Factor widths.
     k : int
         Slots to select.
-    pointers : tuple of Tensor
-        What the kernel's first arguments point to, contiguous.
     """
     index = scores.get_device()
     key = (entry, scores.shape, scores.dtype, index, *factors, k)
     ready = _memo.ready.get(key)
     if ready is None or not kernels().is_current(ready.spec):
-        ready = _memo.ready[key] = _prepare(entry, scores, factors, k)
-    first, second, third = pointers
+        rows = scores.numel() // scores.shape[-1]
+        shape = TopkShape(rows, tuple(factors), k, BANK_NAMES[scores.dtype])
+        plan = _PLANNERS[entry](shape, device_model(index))
+        (planned,) = plan.kernels()
+        launch = prepare(planned, device.gpu(index), current_stream(index))
+        launch.set({"rows": rows})
+        dispatch = {"op": "product_key_topk", "path": "gpu", "plan": plan}
+        ready = _Ready(launch, planned.kernel, (*scores.shape[:-1], shape.selected), dispatch)
+        _memo.ready[key] = ready
+    return ready
+
+
+def _run(ready: _Ready, first: Tensor, second: Tensor, third: Tensor) -> None:
+    """Launch on PyTorch's current stream; the kernel's first arguments point to contiguous tensors."""
     launch = ready.launch
     _write_pointers(launch.arguments, 0, first.data_ptr(), second.data_ptr(), third.data_ptr())
-    launch.run(current_stream(index))
-    return ready.dispatch
-
-
-def _prepare(entry: str, scores: Tensor, factors: Sequence[int], k: int) -> _Ready:
-    index, rows = scores.get_device(), scores.numel() // scores.shape[-1]
-    plan = _PLANNERS[entry](TopkShape(rows, tuple(factors), k, BANK_NAMES[scores.dtype]), device_model(index))
-    (planned,) = plan.kernels()
-    launch = prepare(planned, device.gpu(index), current_stream(index))
-    launch.set({"rows": rows})
-    return _Ready(launch, planned.kernel, {"op": "product_key_topk", "path": "gpu", "plan": plan})
+    launch.run(current_stream(third.get_device()))
 
 
 def empty_selection(raw: Tensor, factors: Sequence[int], k: int) -> tuple[Tensor, Tensor]:
@@ -115,9 +114,12 @@ def select_on_gpu(raw: Tensor, factors: Sequence[int], k: int) -> tuple[Tensor, 
     idx : Tensor
         Slots, int64, ascending.
     """
-    val, idx = empty_selection(raw, factors, k)
-    if raw.numel():
-        record_dispatch(_launch("topk", raw, factors, k, (raw.contiguous(), val, idx)))
+    if raw.numel() == 0:
+        return empty_selection(raw, factors, k)
+    ready = _ready("topk", raw, factors, k)
+    val, idx = raw.new_empty(ready.selected), raw.new_empty(ready.selected, dtype=torch.int64)
+    _run(ready, raw.contiguous(), val, idx)
+    record_dispatch(ready.dispatch)
     return val, idx
 
 
@@ -130,5 +132,6 @@ def select_backward_on_gpu(grad_val: Tensor, idx: Tensor, factors: Sequence[int]
     """Return the gradient of the factor scores from that of the selected scores, on a GPU."""
     grad_raw = empty_gradient(grad_val, idx, factors, k)
     if idx.numel():
-        _launch("topk_backward", grad_raw, factors, k, (idx.contiguous(), grad_val.contiguous(), grad_raw))
+        ready = _ready("topk_backward", grad_raw, factors, k)
+        _run(ready, idx.contiguous(), grad_val.contiguous(), grad_raw)
     return grad_raw

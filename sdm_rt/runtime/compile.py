@@ -155,6 +155,10 @@ class Kernels:
         """Return whether the files of ``spec`` are untouched since it was loaded; a ``stat`` each."""
         return self._tree.is_current(spec)
 
+    def are_current(self, specs: Iterable[KernelSpec]) -> bool:
+        """Return whether the files of all ``specs`` are untouched; one ``stat`` for each file."""
+        return self._tree.are_current(specs)
+
     def is_loaded(self, spec: KernelSpec, gpu: Gpu) -> bool:
         """Return whether ``load`` has a module of the current source at hand."""
         good = self._good.get((spec, gpu.index))

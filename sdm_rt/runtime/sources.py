@@ -11,7 +11,7 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -122,6 +122,10 @@ def _stamp(path: str) -> _Stamp:
     return (path, status.st_mtime_ns, status.st_size, status.st_ino)
 
 
+def _chosen() -> str:
+    return os.environ.get("SDM_RT_KERNELS", "")
+
+
 @dataclass(frozen=True)
 class _Read:
     """A source as it was read, with what tells when to read it again."""
@@ -131,11 +135,21 @@ class _Read:
     stamps: list[_Stamp]
     settled: bool
 
-    def is_current(self) -> bool:
-        if not self.settled or os.environ.get("SDM_RT_KERNELS", "") != self.chosen:
+    def is_current(self, chosen: str, seen: Container[_Stamp] = ()) -> bool:
+        """Return whether nothing was touched, of files whose stamps are not among ``seen``."""
+        if not self.settled or chosen != self.chosen:
             return False
-        # At every call of an op: a list of three costs less than a generator.
-        return [_stamp(stamp[0]) for stamp in self.stamps] == self.stamps
+        for stamp in self.stamps:
+            if stamp in seen:
+                continue
+            path, written, size, inode = stamp
+            try:
+                status = os.stat(path)
+            except OSError:
+                return False
+            if status.st_mtime_ns != written or status.st_size != size or status.st_ino != inode:
+                return False
+        return True
 
 
 class SourceTree:
@@ -151,7 +165,18 @@ class SourceTree:
     def is_current(self, spec: KernelSpec) -> bool:
         """Return whether the files of ``spec`` are untouched since ``source`` last read them."""
         read = self._reads.get(spec)
-        return read is not None and read.is_current()
+        return read is not None and read.is_current(_chosen())
+
+    def are_current(self, specs: Iterable[KernelSpec]) -> bool:
+        """Return whether the files of all ``specs`` are untouched; a file of several is looked at once."""
+        chosen = _chosen()
+        seen: set[_Stamp] = set()
+        for spec in specs:
+            read = self._reads.get(spec)
+            if read is None or not read.is_current(chosen, seen):
+                return False
+            seen.update(read.stamps)
+        return True
 
     def source(self, spec: KernelSpec) -> Source:
         """Return the current expanded source of ``spec``.
@@ -162,7 +187,7 @@ class SourceTree:
             If the file or a header is missing.
         """
         known = self._reads.get(spec)
-        if known is not None and known.is_current():
+        if known is not None and known.is_current(_chosen()):
             return known.source
         now = time.time_ns()
         folder = find_kernels()
@@ -170,5 +195,5 @@ class SourceTree:
         watched = () if folder == _PACKAGED else source.files
         stamps = [_stamp(str(path)) for path in watched]
         settled = all(now - stamp[1] > SETTLED_NS for stamp in stamps)
-        self._reads[spec] = _Read(source, os.environ.get("SDM_RT_KERNELS", ""), stamps, settled)
+        self._reads[spec] = _Read(source, _chosen(), stamps, settled)
         return source

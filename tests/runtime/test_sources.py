@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -98,6 +100,33 @@ def test_untouched_files_are_read_once(sources: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("SDM_RT_KERNELS", f"{sources}/")
     assert not tree.is_current(SPEC)
     assert tree.source(SPEC).digest == first.digest
+
+
+def test_a_file_of_several_kernels_is_looked_at_once(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SETTLED_NS", -(10**12))
+    tree = SourceTree()
+    (sources / "other.cu").write_text('#include "small.cuh"\n')
+    specs = [SPEC, KernelSpec("other.cu", ("other",)), KernelSpec("other.cu", ("other",), (("SCALE", "3"),))]
+    assert not tree.are_current(specs)
+    for spec in specs:
+        tree.source(spec)
+    looked_at: list[str] = []
+
+    def stat(path: str) -> os.stat_result:
+        looked_at.append(Path(path).name)
+        return os.lstat(path)
+
+    monkeypatch.setattr(module, "os", SimpleNamespace(environ=os.environ, stat=stat))
+    assert tree.are_current(specs)
+    assert sorted(looked_at) == ["other.cu", "small.cu", "small.cuh"]
+    monkeypatch.undo()
+    (sources / "other.cu").write_text('#include "small.cuh"\nint more;\n')
+    os.utime(sources / "other.cu", (1, 1))
+    monkeypatch.setenv("SDM_RT_KERNELS", str(sources))
+    assert tree.is_current(SPEC)
+    assert not tree.are_current(specs)
+    (sources / "small.cuh").unlink()
+    assert not tree.is_current(SPEC)
 
 
 def test_sources_of_an_installed_package_are_not_watched(

@@ -77,7 +77,8 @@ def is_same_softmax(first: nn.Module, second: nn.Module) -> bool:
     return (
         type(first) is type(second) is ScaledSoftmax
         and first.scale == second.scale
-        and not any(m._forward_hooks or m._forward_pre_hooks for m in (first, second))
+        and not (first._forward_hooks or first._forward_pre_hooks)
+        and not (second._forward_hooks or second._forward_pre_hooks)
     )
 
 

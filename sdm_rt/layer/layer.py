@@ -6,7 +6,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -292,10 +292,11 @@ class SparseDeltaMemory(nn.Module):
         layout = self._resolve(x, freqs_cis, cache, lengths, cu_seqlens, max_seqlen)
         rows = _zero_padding(x.reshape(-1, self.args.dim), layout)  # [N, dim]
 
-        v = self.Wv_write(rows)
+        modules = cast(dict[str, Any], self._modules)  # a token has no time for Module.__getattr__
+        v = modules["Wv_write"](rows)
         chosen = self._choose(rows, layout)
         gate_dtype = torch.promote_types(v.dtype, torch.float32)
-        beta = torch.sigmoid(self.b_proj(rows).to(gate_dtype))  # [N, H]
+        beta = torch.sigmoid(modules["b_proj"](rows).to(gate_dtype))  # [N, H]
         g = layout.to_streams(self._log_decay(rows, gate_dtype))
         if self.args.key_weighted_decay:
             g = g * chosen.k_val.to(gate_dtype)
@@ -316,12 +317,12 @@ class SparseDeltaMemory(nn.Module):
             self._measure(state, chosen, v, readings, layout)
 
         out = readings if readings.dtype == v.dtype else readings.to(v.dtype)  # [N, H, D]
-        if self.readings_norm is not None:
-            out = self.readings_norm(out)
+        if (norm := modules.get("readings_norm")) is not None:
+            out = norm(out)
         out = out.flatten(1)
-        if self.Wog is not None:
-            out = out * torch.sigmoid(self.Wog(rows))
-        return _zero_padding(self.Wo(out), layout).view(x.shape), state
+        if (gate := modules.get("Wog")) is not None:
+            out = out * torch.sigmoid(gate(rows))
+        return _zero_padding(modules["Wo"](out), layout).view(x.shape), state
 
     def _resolve(
         self,
@@ -356,27 +357,31 @@ class SparseDeltaMemory(nn.Module):
 
     def _choose(self, rows: Tensor, layout: TokenLayout) -> _Chosen:
         """Return what the tokens write and read, and how strongly."""
-        args = self.args
-        keys, queries = self.Wk_write(rows), self.Wq_read(rows)  # [N, H * sum(n_f)]
+        args, modules = self.args, cast(dict[str, Any], self._modules)
+        write_keys, write_act = modules["Wk_write"], modules["write_act"]
+        read_keys, read_act = modules["Wq_read"], modules["read_act"]
         if (
             isinstance(layout, OneTokenLayout)
             and args.num_writes == args.num_reads
-            and self.key_bn is None
-            and is_same_softmax(self.write_act, self.read_act)
+            and not args.query_batchnorm
+            and is_same_softmax(write_act, read_act)
         ):
             # A row selects the same slots in any batch: one selection and one activation for both.
-            scores, slots = self._select(torch.cat([keys, queries]), args.num_writes)  # [2B, H, W]
-            k_val, q_val = layout.to_streams(self.write_act(scores)).chunk(2)
+            keys = torch.cat([write_keys(rows), read_keys(rows)])
+            scores, slots = self._select(keys, args.num_writes)  # [2B, H, W]
+            k_val, q_val = layout.to_streams(write_act(scores)).chunk(2)
             k_idx, q_idx = layout.bank_rows(slots, self.slots_per_head).chunk(2)
             k_slots, q_slots = slots.chunk(2) if args.log_memory_access_stats else (slots, slots)
             return _Chosen(k_idx, k_val, q_idx, q_val, k_slots, q_slots)
-        k_score, k_slots = self._select(_normalize_tokens(self.key_bn, keys, layout), args.num_writes)
-        q_score, q_slots = self._select(_normalize_tokens(self.query_bn, queries, layout), args.num_reads)
+        keys = _normalize_tokens(self.key_bn, write_keys(rows), layout)
+        k_score, k_slots = self._select(keys, args.num_writes)
+        keys = _normalize_tokens(self.query_bn, read_keys(rows), layout)
+        q_score, q_slots = self._select(keys, args.num_reads)
         return _Chosen(
             k_idx=layout.bank_rows(k_slots, self.slots_per_head),
-            k_val=layout.to_streams(self.write_act(k_score)),
+            k_val=layout.to_streams(write_act(k_score)),
             q_idx=layout.bank_rows(q_slots, self.slots_per_head),
-            q_val=layout.to_streams(self.read_act(q_score)),
+            q_val=layout.to_streams(read_act(q_score)),
             k_slots=k_slots,
             q_slots=q_slots,
         )

@@ -95,7 +95,7 @@ class OneTokenLayout:
 
     def to_streams(self, x: Tensor) -> Tensor:
         """Return [B, H*w] or [B, H, w] as [P, 1, w]."""
-        return x.view(x.shape[0] * self.heads, 1, _head_width(x, self.heads))
+        return x.view(-1, 1, x.shape[-1] if x.dim() == 3 else x.shape[-1] // self.heads)
 
     def bank_rows(self, idx: Tensor, slots: int) -> Tensor:
         """Return slots [B, H, w] of a stream as rows [P, 1, w] of the whole bank."""

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from sdm_rt import last_dispatch
+from sdm_rt.layer import layer as layer_module
+from sdm_rt.ops.topk import select_slots
 from tests.layer_reference import make_layer
-from tests.tolerances import assert_close
+from tests.tolerances import assert_close, assert_same_bits
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -146,6 +148,68 @@ def test_prefill_and_decode_equal_the_parallel_forward(options):
                 pieces.append(out)
             assert_close("output", torch.cat(pieces, dim=1), expected, torch.float64)
             assert_close("bank", cache[0], expected_state[0], torch.float64)
+
+
+ONE_TOKEN = {
+    "as many writes as reads": {"num_reads": 5},
+    "other counts": {},
+    "one head": {"num_heads": 1, "num_reads": 5},
+    "everything": EVERYTHING | {"num_reads": 5},
+    "scales": {"num_reads": 5, "read_act_scale": 2.0},
+    "batchnorm": {"num_reads": 5, "query_batchnorm": True},
+    "statistics": {"num_reads": 5, "log_memory_access_stats": True, "log_memory_norms": True},
+}
+
+
+@pytest.mark.parametrize("sequences", [1, 3])
+@pytest.mark.parametrize("options", ONE_TOKEN.values(), ids=ONE_TOKEN)
+def test_one_token_has_the_bits_of_padded_sequences_of_one(options, sequences):
+    """Its selections, weights and bank rows are made together, and its streams are views."""
+    layer = make_layer(torch.float32, **options).eval()
+    ones = torch.ones(sequences, dtype=torch.int64)
+    runs = []
+    for lengths in (None, ones):
+        torch.manual_seed(8)
+        cache = layer.create_kv_cache(sequences, 3, torch.float32)
+        tensors = {}
+        with torch.no_grad():
+            for t in range(3):
+                out, _ = layer(torch.randn(sequences, 1, 12), cache=cache, lengths=lengths)
+                tensors |= {f"output {t}": out, "bank": cache[0]}
+                tensors |= {f"{name} {t}": value for name, value in layer.statistics.items()}
+        x = torch.randn(sequences, 1, 12, requires_grad=True)
+        out, _ = layer(x, lengths=lengths)
+        runs.append(tensors | gradients(layer, out, torch.randn(sequences, 1, 12), x))
+    for name, tensor in runs[0].items():
+        assert_same_bits(name, tensor, runs[1][name])
+
+
+@pytest.mark.parametrize(("options", "selections"), [({"num_reads": 5}, 1), ({}, 2)], ids=["one", "two"])
+def test_one_token_selects_once_where_counts_agree(monkeypatch, options, selections):
+    layer = make_layer(torch.float32, **options)
+    rows = []
+
+    def select(raw, *arguments):
+        rows.append(raw.shape[0])
+        return select_slots(raw, *arguments)
+
+    monkeypatch.setattr(layer_module, "select_slots", select)
+    with torch.no_grad():
+        layer(torch.randn(3, 1, 12), cache=layer.create_kv_cache(3, 1, torch.float32))
+        assert rows == [6 // selections] * selections
+        rows.clear()
+        layer(torch.randn(3, 2, 12))
+    assert rows == [6, 6]
+
+
+@pytest.mark.parametrize("name", ["write_act", "read_act"])
+def test_hooks_of_an_activation_see_its_own_scores(name):
+    layer = make_layer(torch.float32, num_reads=5)
+    seen = []
+    getattr(layer, name).register_forward_hook(lambda module, inputs, output: seen.append(output.shape))
+    with torch.no_grad():
+        layer(torch.randn(3, 1, 12), cache=layer.create_kv_cache(3, 1, torch.float32))
+    assert seen == [(3, 2, 5)]
 
 
 def test_decode_under_grad_mode_goes_through_the_differentiable_op():

@@ -2,12 +2,13 @@
 //
 //     d_q_w[i, m] = <gr[i], M0[q_idx[i, m]]>          G0[s] += sum over Q entries e of s of q_w_e gr[token(e)]
 //
-// The bank holds M0: Phase A has restored what the step had written. One warp owns one slot and is the only writer of
-// its gradient row, which is rounded once.
+// The bank holds M0: Phase A has restored what the step had written. A team of lanes takes slots in turn, a grid apart,
+// and is the only writer of their gradient rows, which are rounded once. The rows of its next slot are on their way
+// while the dots of the present one are added.
 //
 // Macros  BANK (float, Bf16, Fp16), GRADIENT (BANK or float), VECTOR (columns of one load), LOADS (words of a lane in a
-//         slice of a row).
-// Grid    (blocks of WARPS slots, P streams).
+//         slice of a row), LANES (of a team: 32, or 16 where a row has at most 16 words).
+// Grid    (blocks that share the slots, P streams).
 // Block   32 * WARPS threads.
 // Reads   memory [P*S, D] (row_stride values apart); read_slots [chunks, capacity], read_slot_count [chunks], read_terms
 //         [chunks, C R]; grad_readings [rows, D], lengths, cu_seqlens (chunk.cuh); capacity = min(C R, S).
@@ -16,61 +17,134 @@
 // Shared  none.
 #include "chunk.cuh"
 #include "entries.cuh"
-#include "rows.cuh"
+#include "row_teams.cuh"
 
 #define WARPS 8
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 2)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     gds(GRADIENT* gradient_bank, const BANK* memory, const ReadSlot* read_slots, const int* read_slot_count,
         const ReadTerm* read_terms, const BANK* grad_readings, const void* lengths, const void* cu_seqlens,
         float* d_q_w, long long row_stride, int step, int P, int T, int C, int R, int S, int D, int shared_bank,
         int wide) {
-    const int p = blockIdx.y, j = blockIdx.x * WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
-    const long long n = static_cast<long long>(step) * P + p;
-    if (j >= read_slot_count[n]) {
-        ptx::pdl_wait();
-        return;
-    }
-    const ReadSlot slot = read_slots[n * min(static_cast<long long>(C) * R, static_cast<long long>(S)) + j];
-    const long long row = (shared_bank ? 0 : static_cast<long long>(p) * S) + slot.slot;
-    const Chunk chunk = chunk_at(n, P, T, C, lengths, cu_seqlens, wide);
-    read_terms += n * C * R + slot.first;
-    d_q_w += n * C * R;
-    GRADIENT* const gradient = gradient_bank + row * D;
+    const int lane = threadIdx.x % LANES, stride = gridDim.x * WARPS * TEAMS;
+    int p = blockIdx.y;  // renewed in each turn: no address of the chunk's arrays stays in registers
+    const auto chunk = [&] { return static_cast<long long>(step) * P + p; };
+    const auto term_at = [&](const ReadSlot& of, int e) { return read_terms[chunk() * C * R + of.first + e]; };
+    const auto bank_row = [&](const ReadSlot& of) {
+        return (shared_bank ? 0 : static_cast<long long>(p) * S) + of.slot;
+    };
+    grad_readings += chunk_at(chunk(), P, T, C, lengths, cu_seqlens, wide).first_row * D;
 
+    // Lane x of a team holds the record and the first term of the team's turn x.
+    ReadSlot held;
+    ReadTerm held_term;
+    const auto load_turns = [&](int first) {
+        const int at = first + lane * stride;
+        held = ReadSlot{0, 0, 0, 0}, held_term = ReadTerm{0.0f, 0, 0, 0};
+        if (at < read_slot_count[chunk()]) {
+            held = read_slots[chunk() * min(static_cast<long long>(C) * R, static_cast<long long>(S)) + at];
+            held_term = term_at(held, 0);
+        }
+    };
+    const auto slot_of = [&](int turn) {
+        return ReadSlot{of_lane(held.slot, turn), of_lane(held.first, turn), of_lane(held.count, turn), 0};
+    };
+    const auto term_of = [&](int turn) {
+        return ReadTerm{of_lane(held_term.q_w, turn), of_lane(held_term.code, turn), 0, 0};
+    };
+
+    RowSlice<GRADIENT> after;
+    RowSlice<BANK> before, incoming;
+    const auto load_incoming = [&](const ReadTerm& of, int column) {
+        incoming.load_shared_row(grad_readings + static_cast<long long>(of.token()) * D, column, D);
+    };
+
+    // Records, terms and gradients of readings are older than the launch before this one: rows of the banks are not.
+    int j = (blockIdx.x * WARPS * 32 + threadIdx.x) / LANES, turn = 0, slice = 0;
+    load_turns(j);
+    ReadSlot slot = slot_of(0);
+    ReadTerm term = term_of(0);
+    GRADIENT* gradient = gradient_bank + bank_row(slot) * D;
+    if (slot.count > 0) load_incoming(term, lane * WORD);
     ptx::pdl_wait();
     ptx::pdl_trigger();
-    for (int slice = 0; slice < D; slice += SLICE) {
+    if (slot.count > 0) {
+        after.load(gradient, lane * WORD, D);
+        before.load(memory + bank_row(slot) * row_stride, lane * WORD, D);
+    }
+
+    while (most_of_teams(slot.count) > 0) {  // a slice of a slot of each team
+        ptx::renew(p);
         const int column = slice + lane * WORD;
-        RowSlice<GRADIENT> after;
-        RowSlice<BANK> before;
-        after.load(gradient, column, D);
-        before.load(memory + row * row_stride, column, D);
-        float value[LOADS][WORD];
+        const bool present = TEAMS == 1 || slot.count > 0;
+        float value[LOADS][WORD], dot[LOADS] = {};
+        const auto add_term = [&](int l, float weight) {
+            float held_word[WORD], gr[WORD];
+            before.word(l, held_word);
+            incoming.word(l, gr);
 #pragma unroll
-        for (int l = 0; l < LOADS; ++l) after.word(l, value[l]);
-        for (int e = 0; e < slot.count; ++e) {
-            const ReadTerm term = read_terms[e];
-            RowSlice<BANK> incoming;
-            incoming.load_shared_row(grad_readings + (chunk.first_row + term.token()) * D, column, D);
-            float dot[LOADS] = {};
+            for (int c = 0; c < WORD; ++c) {
+                dot[l] = fmaf(gr[c], held_word[c], dot[l]);
+                value[l][c] = fmaf(weight, gr[c], value[l][c]);
+            }
+        };
+        // Adds the dot of entry `e`, whose lane and token are `code`, where the team has one.
+        const auto add_dot = [&](int e, int code) {
+            float* const out = d_q_w + (chunk() * C + entry_token(code)) * R + entry_lane(code);
+            const bool writes = lane == 0 && e < slot.count;
+            const float before_slice = writes && slice > 0 ? *out : 0.0f;
+            const float sum = add_team(before_slice, dot, slice, D);
+            if (writes) *out = sum;
+        };
+        if (present) {
 #pragma unroll
             for (int l = 0; l < LOADS; ++l) {
-                float held[WORD], gr[WORD];
-                before.word(l, held);
-                incoming.word(l, gr);
-#pragma unroll
-                for (int c = 0; c < WORD; ++c) {
-                    dot[l] = fmaf(gr[c], held[c], dot[l]);
-                    value[l][c] = fmaf(term.q_w, gr[c], value[l][c]);
-                }
+                after.word(l, value[l]);
+                add_term(l, term.q_w);
             }
-            float* const out = d_q_w + term.token() * R + entry_lane(term.code);
-            const float before_slice = lane == 0 && slice > 0 ? *out : 0.0f;
-            const float sum = add_blocks(before_slice, dot, slice, D);
-            if (lane == 0) *out = sum;
         }
+        const int most = most_of_teams(slot.count);
+        int code = term.code;
+        for (int e = 1; e < most; ++e) {
+            ReadTerm now{};
+            if (e < slot.count) {
+                now = term_at(slot, e);
+                load_incoming(now, column);
+            }
+            add_dot(e - 1, code);
+            if (e >= slot.count) continue;
+            renew_words(before);
+            code = now.code;
 #pragma unroll
-        for (int l = 0; l < LOADS; ++l) store_word(gradient, column + l * 32 * WORD, D, value[l]);
+            for (int l = 0; l < LOADS; ++l) {
+                dot[l] = 0.0f;
+                add_term(l, now.q_w);
+            }
+        }
+        if (present) {
+#pragma unroll
+            for (int l = 0; l < LOADS; ++l) store_word(gradient, column + l * 32 * WORD, D, value[l]);
+        }
+
+        // The next turn's rows are asked for before this turn's last dot is added.
+        ptx::renew(p);
+        const bool last = slice + SLICE >= D;
+        const int coming_j = last ? j + stride : j, coming_slice = last ? 0 : slice + SLICE;
+        if (last && ++turn == LANES) {
+            turn = 0;
+            load_turns(coming_j);
+        }
+        const ReadSlot coming = slot_of(turn);
+        term = term_of(turn);
+        after = {}, before = {}, incoming = {};
+        if (coming.count > 0) {
+            const int coming_column = coming_slice + lane * WORD;
+            gradient = gradient_bank + bank_row(coming) * D;
+            after.load(gradient, coming_column, D);
+            before.load(memory + bank_row(coming) * row_stride, coming_column, D);
+            load_incoming(term, coming_column);
+        }
+        add_dot(most - 1, code);
+        slot = coming, j = coming_j, slice = coming_slice;
     }
 }

@@ -3,11 +3,13 @@
 //     d_tot(s) = cpe(s) <G1[s], M0[s]>          d_k_eff[i, n] = <-beta_i lam_i, M0[k_idx[i, n]]>
 //     G0[s] = cpe(s) G1[s] + sum over K entries e of s of k_eff_e (-beta lam)[token(e)]          M[s] = M0[s]
 //
-// M0 is the snapshot. One warp owns one slot and is the only writer of its rows; gradient rows are rounded once.
+// M0 is the snapshot. A team of lanes takes slots in turn, a grid apart, and is the only writer of their rows; gradient
+// rows are rounded once. The rows of its next slot are on their way while the dots of the present one are added.
 //
 // Macros  BANK (float, Bf16, Fp16), GRADIENT (BANK or float), VECTOR (columns of one load), LOADS (words of a lane in a
-//         slice of a row), SNAPSHOT (1 in the bank's format, 2 Bf16, 3 fp8, 4 int4).
-// Grid    (blocks of WARPS slots, P streams).
+//         slice of a row), LANES (of a team: 32, or 16 where a row has at most 16 words), SNAPSHOT (1 in the bank's
+//         format, 2 Bf16, 3 fp8, 4 int4).
+// Grid    (blocks that share the slots, P streams).
 // Block   32 * WARPS threads.
 // Reads   snapshot, snapshot_scale (decay_write.cu); slots [chunks, capacity], slot_count [chunks], write_terms
 //         [chunks, C W]; lam [chunks, C, D], strength [chunks, C]; capacity = min(C W, S).
@@ -16,80 +18,154 @@
 // Sums    rows: terms in sorted order (token, then lane) onto the decayed row. Dots: the tree of rows.cuh.
 // Shared  none.
 #include "entries.cuh"
-#include "rows.cuh"
+#include "row_teams.cuh"
 
 #define WARPS 8
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 2)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     phase_a(GRADIENT* gradient_bank, BANK* memory, const void* snapshot, const float* snapshot_scale,
             const SlotRecord* slots, const int* slot_count, const WriteTerm* write_terms, const float* lam,
             const float* strength, float* d_k_eff, float* d_tot, long long row_stride, int step, int P, int C, int W,
             int S, int D, int shared_bank) {
-    const int p = blockIdx.y, j = blockIdx.x * WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
-    const long long n = static_cast<long long>(step) * P + p;
-    const long long kept = n * min(static_cast<long long>(C) * W, static_cast<long long>(S)) + j;
+    const int lane = threadIdx.x % LANES, stride = gridDim.x * WARPS * TEAMS;
+    int p = blockIdx.y;  // renewed in each turn: no address of the chunk's arrays stays in registers
+    const auto chunk = [&] { return static_cast<long long>(step) * P + p; };
+    const auto kept_row = [&](int at) {
+        return chunk() * min(static_cast<long long>(C) * W, static_cast<long long>(S)) + at;
+    };
+    const auto term_at = [&](const SlotRecord& of, int e) { return write_terms[chunk() * C * W + of.first + e]; };
+    const auto bank_row = [&](const SlotRecord& of) {
+        return (shared_bank ? 0 : static_cast<long long>(p) * S) + of.slot;
+    };
+    const auto beta_of = [&](const WriteTerm& of) { return -strength[chunk() * C + of.token()]; };
 
-    // Records and snapshot are the forward's: they may be read before the wait.
-    if (j >= slot_count[n]) {
-        ptx::pdl_wait();
-        return;
+    // Lane x of a team holds the record, the first term and its -beta of the team's turn x.
+    SlotRecord held;
+    WriteTerm held_term;
+    float held_beta;
+    const auto load_turns = [&](int first) {
+        const int at = first + lane * stride;
+        held = SlotRecord{0, 0, 0, 0.0f}, held_term = WriteTerm{0.0f, 0.0f, 0, 0}, held_beta = 0.0f;
+        if (at < slot_count[chunk()]) {
+            held = slots[kept_row(at)];
+            held_term = term_at(held, 0);
+            held_beta = beta_of(held_term);
+        }
+    };
+    const auto slot_of = [&](int turn) {
+        return SlotRecord{of_lane(held.slot, turn), of_lane(held.first, turn), of_lane(held.count, turn),
+                          of_lane(held.cpe, turn)};
+    };
+    const auto term_of = [&](int turn) {
+        return WriteTerm{0.0f, of_lane(held_term.k_eff, turn), of_lane(held_term.code, turn), 0};
+    };
+
+    RowSlice<GRADIENT> after;
+    KeptSlice before;
+    RowSlice<float> adjoint;
+    const auto load_kept = [&](int at, int column) { before.load(snapshot, snapshot_scale, kept_row(at), column, D); };
+    const auto load_adjoint = [&](const WriteTerm& of, int column) {
+        adjoint.load_shared_row(lam + (chunk() * C + of.token()) * D, column, D);
+    };
+
+    // Records, terms, strength and snapshot are the forward's: they may be read before the wait.
+    int j = (blockIdx.x * WARPS * 32 + threadIdx.x) / LANES, turn = 0, slice = 0;
+    if (j < slot_count[chunk()]) load_kept(j, lane * WORD);
+    load_turns(j);
+    SlotRecord slot = slot_of(0);
+    WriteTerm term = term_of(0);
+    float beta = of_lane(held_beta, 0);
+    GRADIENT* gradient = gradient_bank + bank_row(slot) * D;
+    BANK* bank = memory + bank_row(slot) * row_stride;
+    ptx::pdl_wait();
+    ptx::pdl_trigger();
+    if (slot.count > 0) {
+        after.load(gradient, lane * WORD, D);
+        load_adjoint(term, lane * WORD);
     }
-    const SlotRecord slot = slots[kept];
-    const long long row = (shared_bank ? 0 : static_cast<long long>(p) * S) + slot.slot;
-    write_terms += n * C * W + slot.first;
-    lam += n * C * D, strength += n * C, d_k_eff += n * C * W;
-    GRADIENT* const gradient = gradient_bank + row * D;
 
     float total = 0.0f;
-    for (int slice = 0; slice < D; slice += SLICE) {
+    while (most_of_teams(slot.count) > 0) {  // a slice of a slot of each team
+        ptx::renew(p);
         const int column = slice + lane * WORD;
-        RowSlice<GRADIENT> after;
-        KeptSlice before;
-        before.load(snapshot, snapshot_scale, kept, column, D);
-        if (slice == 0) {
-            ptx::pdl_wait();
-            ptx::pdl_trigger();
-        }
-        after.load(gradient, column, D);
-        float value[LOADS][WORD];
-        float product[LOADS] = {};
-#pragma unroll
-        for (int l = 0; l < LOADS; ++l) {
-            float restored[WORD];
-            before.word(l, restored);
-            after.word(l, value[l]);
+        const bool present = TEAMS == 1 || slot.count > 0;
+        float value[LOADS][WORD], product[LOADS] = {}, dot[LOADS] = {};
+        const auto add_term = [&](int l, const float (&restored)[WORD], float weight) {
+            float change[WORD];
+            adjoint.word(l, change);
 #pragma unroll
             for (int c = 0; c < WORD; ++c) {
-                product[l] = fmaf(value[l][c], restored[c], product[l]);
-                value[l][c] *= slot.cpe;
+                dot[l] = fmaf(change[c], beta * restored[c], dot[l]);
+                value[l][c] = fmaf(weight, change[c], value[l][c]);
             }
-        }
-        before.restore(memory + row * row_stride, column, D);
-        total = add_blocks(total, product, slice, D);
-        for (int e = 0; e < slot.count; ++e) {
-            const WriteTerm term = write_terms[e];
-            RowSlice<float> adjoint;
-            adjoint.load_shared_row(lam + static_cast<long long>(term.token()) * D, column, D);
-            const float beta = -strength[term.token()], weight = beta * term.k_eff;
-            float dot[LOADS] = {};
+        };
+        // Adds the dot of entry `e`, whose lane and token are `code`, where the team has one.
+        const auto add_dot = [&](int e, int code) {
+            float* const out = d_k_eff + (chunk() * C + entry_token(code)) * W + entry_lane(code);
+            const bool writes = lane == 0 && e < slot.count;
+            const float before_slice = writes && slice > 0 ? *out : 0.0f;
+            const float sum = add_team(before_slice, dot, slice, D);
+            if (writes) *out = sum;
+        };
+        if (present) {
+            const float weight = beta * term.k_eff;
 #pragma unroll
             for (int l = 0; l < LOADS; ++l) {
-                float restored[WORD], change[WORD];
+                float restored[WORD];
                 before.word(l, restored);
-                adjoint.word(l, change);
+                after.word(l, value[l]);
 #pragma unroll
                 for (int c = 0; c < WORD; ++c) {
-                    dot[l] = fmaf(change[c], beta * restored[c], dot[l]);
-                    value[l][c] = fmaf(weight, change[c], value[l][c]);
+                    product[l] = fmaf(value[l][c], restored[c], product[l]);
+                    value[l][c] *= slot.cpe;
                 }
+                add_term(l, restored, weight);
             }
-            float* const out = d_k_eff + term.token() * W + entry_lane(term.code);
-            const float before_slice = lane == 0 && slice > 0 ? *out : 0.0f;
-            const float sum = add_blocks(before_slice, dot, slice, D);
-            if (lane == 0) *out = sum;
+            before.restore(bank, column, D);
         }
+        const int most = most_of_teams(slot.count);
+        int code = term.code;
+        for (int e = 1; e < most; ++e) {
+            add_dot(e - 1, code);
+            if (e >= slot.count) continue;
+            if constexpr (SNAPSHOT <= 2) renew_words(before);
+            const WriteTerm now = term_at(slot, e);
+            load_adjoint(now, column);
+            beta = beta_of(now);
+            code = now.code;
 #pragma unroll
-        for (int l = 0; l < LOADS; ++l) store_word(gradient, column + l * 32 * WORD, D, value[l]);
+            for (int l = 0; l < LOADS; ++l) {
+                float restored[WORD];
+                before.word(l, restored);
+                dot[l] = 0.0f;
+                add_term(l, restored, beta * now.k_eff);
+            }
+        }
+        if (present) {
+#pragma unroll
+            for (int l = 0; l < LOADS; ++l) store_word(gradient, column + l * 32 * WORD, D, value[l]);
+        }
+
+        // The next turn's rows are asked for before this turn's last dots are added.
+        ptx::renew(p);
+        const bool last = slice + SLICE >= D;
+        const int coming_j = last ? j + stride : j, coming_slice = last ? 0 : slice + SLICE;
+        if (last && ++turn == LANES) {
+            turn = 0;
+            load_turns(coming_j);
+        }
+        const SlotRecord coming = slot_of(turn);
+        term = term_of(turn), beta = of_lane(held_beta, turn);
+        after = {}, before = {}, adjoint = {};
+        if (coming.count > 0) {
+            gradient = gradient_bank + bank_row(coming) * D, bank = memory + bank_row(coming) * row_stride;
+            after.load(gradient, coming_slice + lane * WORD, D);
+            load_kept(coming_j, coming_slice + lane * WORD);
+            load_adjoint(term, coming_slice + lane * WORD);
+        }
+        add_dot(most - 1, code);
+        total = add_team(total, product, slice, D);
+        if (last && present && lane == 0) d_tot[kept_row(j)] = slot.cpe == 0.0f ? 0.0f : slot.cpe * total;
+        slot = coming, j = coming_j, slice = coming_slice;
     }
-    if (lane == 0) d_tot[kept] = slot.cpe == 0.0f ? 0.0f : slot.cpe * total;
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from sdm_rt.plan.buffer import Buffer, total_bytes
 from sdm_rt.plan.device import DeviceModel, require_supported
 from sdm_rt.plan.forward import PRODUCT_TILE, product_columns, snapshot_code, vector_values
@@ -28,7 +30,7 @@ __all__ = [
 
 WORD_BYTES = 16
 GWR_WARPS = 16
-ROW_WARPS = 8  # slots of a block of Phase A and of GDS
+ROW_WARPS = 8  # of a block of Phase A and of GDS
 ROW_LOADS = 4  # most words of a row that a lane holds
 MIXED_ROW_LOADS = 2  # where gradient rows are wider than the bank's
 GRAM_THREADS = 256
@@ -54,6 +56,25 @@ def row_loads(shape: WriteReadShape) -> int:
     most = ROW_LOADS if shape.gradient_bank_dtype == shape.bank_dtype else MIXED_ROW_LOADS
     words = ceil_div(shape.head_dim, 32 * row_word(shape))
     return min(most, 1 << (words - 1).bit_length())
+
+
+def row_lanes(shape: WriteReadShape) -> int:
+    """Return the lanes of a team that owns a slot in Phase A and GDS: half a warp for at most 16 words."""
+    return 16 if shape.head_dim <= 16 * row_word(shape) else 32
+
+
+def _one_wave(launch: Launch, shape: WriteReadShape, device: DeviceModel, slots: int) -> Launch:
+    """Return a launch of Phase A or GDS with the blocks that the GPU holds at once, shared by the streams.
+
+    A stream has one block at least, and no more than give each of its ``slots`` a team.
+    """
+    teams = ROW_WARPS * 32 // row_lanes(shape)
+    share = launch.occupancy(device).wave(device) // shape.streams
+    blocks = max(1, min(share, ceil_div(slots, teams)))
+    turns = ceil_div(slots, blocks * teams)
+    owner = "a warp" if row_lanes(shape) == 32 else "half a warp"
+    note = f"{blocks} blocks a stream, at most {turns} slots {owner}; {launch.note}"
+    return replace(launch, grid=(blocks, shape.streams, 1), note=note)
 
 
 def _columns_of_a_load(shape: WriteReadShape, most: int) -> int:
@@ -171,6 +192,7 @@ def phase_a_kernel(shape: WriteReadShape, pdl: bool) -> KernelSpec:
         ("phase_a",),
         (
             *_dtypes(shape),
+            ("LANES", str(row_lanes(shape))),
             ("LOADS", str(row_loads(shape))),
             *pdl_defines(waits=pdl, triggers=pdl),
             ("SNAPSHOT", snapshot_code(shape)),
@@ -184,11 +206,11 @@ def _phase_a(shape: WriteReadShape, device: DeviceModel) -> Launch:
     small = shape.write_rows * (RECORD_BYTES + 4)
     small += shape.step_tokens * ((RECORD_BYTES + 4) * shape.writes + 4 * shape.head_dim + 4)
     reads = ("gradient_bank", "snapshot", "snapshot_scale", "slots", "slot_count", "write_terms", "lam")
-    return Launch(
+    launch = Launch(
         name="phase_a",
         kernel=phase_a_kernel(shape, device.pdl),
         entry="phase_a",
-        grid=(ceil_div(capacity(shape), ROW_WARPS), shape.streams, 1),
+        grid=(1, shape.streams, 1),
         block=(32 * ROW_WARPS, 1, 1),
         arguments=(
             *pointers("gradient_bank", "memory", *reads[1:], "strength", "d_k_eff", "d_tot"),
@@ -202,8 +224,9 @@ def _phase_a(shape: WriteReadShape, device: DeviceModel) -> Launch:
         floor_bytes=floor,
         pdl=device.pdl,
         triggers=device.pdl,
-        note="one warp a written slot, its snapshot loaded before the wait for lam",
+        note="the first snapshot rows loaded before the wait",
     )
+    return _one_wave(launch, shape, device, capacity(shape))
 
 
 def gds_kernel(shape: WriteReadShape, pdl: bool) -> KernelSpec:
@@ -213,6 +236,7 @@ def gds_kernel(shape: WriteReadShape, pdl: bool) -> KernelSpec:
         ("gds",),
         (
             *_dtypes(shape),
+            ("LANES", str(row_lanes(shape))),
             ("LOADS", str(row_loads(shape))),
             *pdl_defines(waits=pdl, triggers=pdl),
             ("VECTOR", str(_bank_vector(shape))),
@@ -226,11 +250,11 @@ def _gds(shape: WriteReadShape, device: DeviceModel) -> Launch:
     small += shape.step_tokens * ((RECORD_BYTES + 4) * shape.reads + shape.row_bytes)
     reads = ("gradient_bank", "memory", "read_slots", "read_slot_count", "read_terms", "grad_readings")
     streams = ("lengths", "cu_seqlens")
-    return Launch(
+    launch = Launch(
         name="gds",
         kernel=gds_kernel(shape, device.pdl),
         entry="gds",
-        grid=(ceil_div(read_capacity(shape), ROW_WARPS), shape.streams, 1),
+        grid=(1, shape.streams, 1),
         block=(32 * ROW_WARPS, 1, 1),
         arguments=(
             *pointers(*reads, *streams, "d_q_w"),
@@ -244,8 +268,9 @@ def _gds(shape: WriteReadShape, device: DeviceModel) -> Launch:
         floor_bytes=floor,
         pdl=device.pdl,
         triggers=device.pdl,
-        note="one warp a read slot",
+        note="the first rows of gr loaded before the wait",
     )
+    return _one_wave(launch, shape, device, read_capacity(shape))
 
 
 def gram_backward_kernel(shape: WriteReadShape) -> KernelSpec:

@@ -227,3 +227,21 @@ class TestPlans:
         for other, _ in runs[1:]:
             for name in GRADIENTS:
                 assert_same_bits(name, other.gradients[name], runs[0][0].gradients[name])
+
+    @pytest.mark.parametrize(
+        ("D", "snapshot"),
+        [(24, "none"), (24, "int4"), (136, "none"), (264, "fp8"), (520, "none"), (1032, "none")],
+    )
+    def test_the_slots_of_a_team_change_no_bit(self, backend: Backend, D: int, snapshot: str) -> None:
+        """On one SM a team of Phase A and of GDS takes more slots than it has lanes, on many SMs one."""
+        problem = make_problem(3, 33, 24, 20, D, 400, seed=D).cast(torch.bfloat16)
+        runs, grids = [], []
+        for sm_count in (1, 1000):
+            model = replace(device_model(backend), sm_count=sm_count)
+            trained, plan = train_on_emulator(problem, 32, model, snapshot=snapshot, builds=("access",))
+            runs.append(trained)
+            grids.append([one.grid[0] for one in plan.kernels() if one.name in ("phase_a", "gds")])
+        assert all(few < many for few, many in zip(*grids, strict=True))
+        for name in GRADIENTS:
+            assert_same_bits(name, runs[0].gradients[name], runs[1].gradients[name])
+        assert_same_bits("the restored bank", runs[0].restored, runs[1].restored)

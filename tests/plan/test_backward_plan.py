@@ -159,6 +159,36 @@ def test_the_order_of_dots_follows_the_width_and_formats_alone(
 
 
 @pytest.mark.parametrize(
+    ("dtype", "D", "lanes"),
+    [
+        ("bfloat16", 1, 16),
+        ("float16", 128, 16),
+        ("bfloat16", 129, 32),
+        ("float32", 64, 16),
+        ("float32", 65, 32),
+    ],
+)
+def test_a_row_of_at_most_16_words_is_half_a_warps(dtype: str, D: int, lanes: int) -> None:
+    for gradient, alignment in product({dtype, "float32"}, (4, 16)):
+        shape = dataclasses.replace(
+            SMALL, head_dim=D, bank_dtype=dtype, gradient_bank_dtype=gradient, alignment=alignment
+        )
+        for name in ("phase_a", "gds"):
+            assert defines(shape, name)["LANES"] == str(lanes)
+
+
+@pytest.mark.parametrize("streams", [1, 2, 7, 1000])
+@pytest.mark.parametrize("device", PRESETS)
+def test_streams_share_one_wave_of_blocks(device: str, streams: int) -> None:
+    model = preset(device)
+    plan = plan_backward(dataclasses.replace(FLAGSHIP, streams=streams), model)
+    for name in ("phase_a", "gds"):
+        one = launch(plan, name)
+        share = one.occupancy(model).wave(model) // streams
+        assert one.grid == (min(max(share, 1), 64 * 64 // 8), streams, 1)
+
+
+@pytest.mark.parametrize(
     ("dtype", "D", "alignment", "own", "bank"),
     [
         ("bfloat16", 1024, 16, 8, 8),

@@ -298,8 +298,12 @@ def test_backward_grids_cover_every_token_slot_and_column(case: str, device: str
     assert covers(du_update.grid[1], columns, shape.head_dim)
     assert du_update.block == (32 * columns // 4, 1, 1)  # pairs of 64 rows
     for name, lanes in (("phase_a", shape.writes), ("gds", shape.reads)):
-        assert launches[name].grid[1:] == (shape.streams, 1)
-        assert covers(launches[name].grid[0], 8, min(shape.chunk * lanes, shape.slots))
+        one, slots = launches[name], min(shape.chunk * lanes, shape.slots)
+        assert one.grid[1:] == (shape.streams, 1)
+        # One wave, or a block a stream; no block without a slot.
+        assert one.blocks <= max(one.occupancy(preset(device)).wave(preset(device)), shape.streams)
+        teams = 8 if shape.row_bytes > 256 else 16  # a half warp holds 16 words
+        assert one.grid[0] == 1 or teams * (one.grid[0] - 1) < slots
     tiles = -(-shape.chunk // 64)
     assert launches["gram_backward"].grid == (shape.chunks * shape.streams, tiles * (tiles + 1) // 2, 1)
 

@@ -15,11 +15,10 @@ struct Chunk {
     long long first_row;
 };
 
-// `lengths` [P] or `cu_seqlens` [P+1], or neither: every stream has T tokens. `wide` tells whether they are 64-bit.
-static __device__ __forceinline__ Chunk chunk_at(long long n, int P, int T, int C, const void* lengths,
+// The chunk of stream `p` at `step`. `lengths` [P] or `cu_seqlens` [P+1], or neither: every stream has T tokens. `wide`
+// tells whether they are 64-bit.
+static __device__ __forceinline__ Chunk chunk_of(long long step, int p, int T, int C, const void* lengths,
                                                  const void* cu_seqlens, int wide) {
-    const long long step = n / P;
-    const int p = static_cast<int>(n - step * P);
     const long long before = step * C;  // the stream's tokens in earlier chunks
     long long start = static_cast<long long>(p) * T, length = T, room = T;
     if (cu_seqlens != nullptr) {
@@ -35,6 +34,12 @@ static __device__ __forceinline__ Chunk chunk_at(long long n, int P, int T, int 
     const auto within = [C](long long count) { return static_cast<int>(count < 0 ? 0 : count < C ? count : C); };
     const int rows = within(room - before);
     return Chunk{p, min(within(length - before), rows), rows, start + before};
+}
+
+static __device__ __forceinline__ Chunk chunk_at(long long n, int P, int T, int C, const void* lengths,
+                                                 const void* cu_seqlens, int wide) {
+    const long long step = n / P;
+    return chunk_of(step, static_cast<int>(n - step * P), T, C, lengths, cu_seqlens, wide);
 }
 
 // Chunks of the slab that begins at `slab_step`, of at most `slab_chunks`.

@@ -3,7 +3,9 @@
 //     M1[s] = cpe(s) M0[s] + sum over K entries e of s of k_val_e exp(rex_e) delta[token(e)]
 //
 // A block has delta of one column slice in shared memory; teams of LANES threads, a word of 16 bytes a thread, take
-// slots of the slice in turn, so a row's slice has one writer. Rows are rounded to the bank's format once.
+// slots of the slice in turn, so a row's slice has one writer. Rows are rounded to the bank's format once. A warp goes
+// through units of UNIT slots: while one is finished, the rows of the next and the records of the one behind it are on
+// their way.
 //
 // Macros  BANK (float, Bf16, Fp16), VECTOR (bank values of one load: a word or 1), LANES (threads across a slice: 16, or
 //         8 where delta of a wider slice does not fit), SNAPSHOT (0 none kept, 1 in the bank's format, 2 Bf16).
@@ -13,17 +15,25 @@
 //         capacity = min(C W, S).
 // Writes  rows of memory [P*S, D] (row_stride values apart); snapshot [all chunks, capacity, D], row j for slot j.
 // Sums    terms in sorted order (token, then lane) onto the decayed row.
-// Shared  dynamic: delta of the slice, [C, COLUMNS] floats.
+// Shared  dynamic: delta of the slice, [C, COLUMNS] floats; first terms and records of two units a warp, 24 bytes a slot.
 #include "entries.cuh"
 #define LOADS 1
 #include "rows.cuh"
 #undef LOADS
 
 #define THREADS 512
-#define TEAMS (THREADS / LANES)
-#define AHEAD (VECTOR == 1 ? 2 : 6)  // slots of a team under way at once
+#define WARPS (THREADS / 32)
+#define TEAMS (32 / LANES)          // of a warp
+#define ROWS (VECTOR == 1 ? 2 : 8)  // slots of a team in a unit
+#define UNIT (TEAMS * ROWS)         // slots of a warp in a unit
+#define TERMS 4                     // of a slot under way at once, behind the first
 #define COLUMNS (LANES * WORD)
 #define PLANES (WORD / 4)
+
+struct __align__(8) FirstTerm {
+    float weight;
+    int token;
+};
 
 // Rows of delta lie in planes of four columns a word: the threads of a team read neighbouring words.
 static __device__ __forceinline__ float* plane(float* delta, int token, int column) {
@@ -36,7 +46,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 int C, int W, int S, int D, int shared_bank) {
     float* const held = ptx::dynamic_shared<float>();  // [C, COLUMNS]
     const int p = blockIdx.y, first = blockIdx.z * COLUMNS, lane = threadIdx.x % LANES;
-    const int column = first + lane * WORD, stride = gridDim.x * TEAMS;
+    const int warp = threadIdx.x / 32, at_lane = threadIdx.x % 32, team = at_lane / LANES;
+    FirstTerm* const all_terms = reinterpret_cast<FirstTerm*>(held + C * COLUMNS);
+    FirstTerm* const terms = all_terms + warp * 2 * UNIT;  // [2, UNIT]
+    SlotRecord* const records =
+        reinterpret_cast<SlotRecord*>(all_terms + WARPS * 2 * UNIT) + warp * 2 * UNIT;  // the same
+    const int column = first + lane * WORD;
     const long long n = static_cast<long long>(step - slab_step) * P + p;
     const long long capacity = min(static_cast<long long>(C) * W, static_cast<long long>(S));
     const long long kept = (static_cast<long long>(step) * P + p) * capacity;
@@ -47,25 +62,77 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     slots += n * capacity;
     write_terms += n * C * W;
 
-    // Slots, terms and rows are older than the launch before this one: delta alone is not.
-    const int begin = blockIdx.x * TEAMS + threadIdx.x / LANES;
-    SlotRecord slot[AHEAD];
-    WriteTerm term[AHEAD];
-    RowSlice<BANK> row[AHEAD];
-    const auto load = [&](int j) {
-#pragma unroll
-        for (int a = 0; a < AHEAD; ++a) {
-            const int at = j + a * stride;
-            slot[a] = at < count ? slots[at] : SlotRecord{0, 0, 0, 0.0f};
-        }
-#pragma unroll
-        for (int a = 0; a < AHEAD; ++a)
-            if (slot[a].count > 0) {
-                row[a].load(rows + slot[a].slot * row_stride, column, D);
-                term[a] = write_terms[slot[a].first];
-            }
+    const auto first_of = [&](int unit) {
+        return ((unit * WARPS + warp) * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x)) * UNIT;
     };
-    load(begin);
+    const auto place_of = [](int unit) { return (unit + 1) % 2 * UNIT; };
+    // A slot a lane; count is 0 where there is none.
+    const auto load_record = [&](int unit) {
+        const int j = first_of(unit) + at_lane;
+        return at_lane < UNIT && j < count ? slots[j] : SlotRecord{0, 0, 0, 0.0f};
+    };
+    const auto load_term = [&](const SlotRecord& record) {
+        if (record.count == 0) return FirstTerm{0.0f, 0};
+        const WriteTerm term = write_terms[record.first];
+        return FirstTerm{term.weight, term.token()};
+    };
+    using Rows = RowSlice<BANK>[ROWS];
+    // Starts to load the rows of a unit, whose records the lanes hold.
+    const auto start = [&](int unit, const SlotRecord& record, Rows& row) {
+        const SlotRecord* const of_unit = records + place_of(unit);
+        if (at_lane < UNIT) records[place_of(unit) + at_lane] = record;
+        __syncwarp();
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            const SlotRecord& of_row = of_unit[r * TEAMS + team];
+            if (of_row.count > 0) row[r].load(rows + of_row.slot * row_stride, column, D);
+        }
+    };
+    const auto add = [&](float (&value)[WORD], float weight, int token) {
+#pragma unroll
+        for (int h = 0; h < PLANES; ++h) {
+            const float4 change = *reinterpret_cast<const float4*>(plane(held, token, lane * WORD + 4 * h));
+            value[4 * h] = fmaf(weight, change.x, value[4 * h]);
+            value[4 * h + 1] = fmaf(weight, change.y, value[4 * h + 1]);
+            value[4 * h + 2] = fmaf(weight, change.z, value[4 * h + 2]);
+            value[4 * h + 3] = fmaf(weight, change.w, value[4 * h + 3]);
+        }
+    };
+    const auto finish = [&](int unit, const Rows& row) {
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            const int at = r * TEAMS + team;
+            const SlotRecord record = records[place_of(unit) + at];
+            if (record.count == 0) continue;
+            float value[WORD];
+            row[r].word(0, value);
+#if SNAPSHOT == 1
+            row[r].store(static_cast<BANK*>(snapshot) + (kept + first_of(unit) + at) * D, column, D);
+#elif SNAPSHOT == 2
+            store_word(static_cast<Bf16*>(snapshot) + (kept + first_of(unit) + at) * D, column, D, value);
+#endif
+#pragma unroll
+            for (int c = 0; c < WORD; ++c) value[c] *= record.cpe;
+            const FirstTerm term = terms[place_of(unit) + at];
+            add(value, term.weight, term.token);
+            for (int e = 1; e < record.count; e += TERMS) {
+                WriteTerm more[TERMS];
+#pragma unroll
+                for (int k = 0; k < TERMS; ++k) more[k] = write_terms[record.first + min(e + k, record.count - 1)];
+#pragma unroll
+                for (int k = 0; k < TERMS; ++k)
+                    if (e + k < record.count) add(value, more[k].weight, more[k].token());
+            }
+            store_word(rows + record.slot * row_stride, column, D, value);
+        }
+    };
+
+    // Slots, terms and rows are older than the launch before this one: delta alone is not.
+    Rows even, odd;
+    SlotRecord next = load_record(0);
+    FirstTerm term = load_term(next);
+    start(0, next, even);
+    next = load_record(1);
     ptx::pdl_wait();
     for (int cell = threadIdx.x; cell < C * (COLUMNS / 4); cell += THREADS) {
         const int token = cell / (COLUMNS / 4), at = cell % (COLUMNS / 4) * 4;
@@ -87,35 +154,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     ptx::copy_wait<0>();
     __syncthreads();
 
-    for (int j = begin; j < count; j += AHEAD * stride) {
-        if (j > begin) load(j);
-#pragma unroll
-        for (int a = 0; a < AHEAD; ++a) {
-            if (slot[a].count == 0) break;
-            float value[WORD];
-            row[a].word(0, value);
-#if SNAPSHOT == 1
-            row[a].store(static_cast<BANK*>(snapshot) + (kept + j + a * stride) * D, column, D);
-#elif SNAPSHOT == 2
-            store_word(static_cast<Bf16*>(snapshot) + (kept + j + a * stride) * D, column, D, value);
-#endif
-#pragma unroll
-            for (int c = 0; c < WORD; ++c) value[c] *= slot[a].cpe;
-            WriteTerm now = term[a];
-            for (int e = 0; e < slot[a].count; ++e) {
-                const WriteTerm next = write_terms[slot[a].first + min(e + 1, slot[a].count - 1)];
-#pragma unroll
-                for (int h = 0; h < PLANES; ++h) {
-                    const float4 change =
-                        *reinterpret_cast<const float4*>(plane(held, now.token(), lane * WORD + 4 * h));
-                    value[4 * h] = fmaf(now.weight, change.x, value[4 * h]);
-                    value[4 * h + 1] = fmaf(now.weight, change.y, value[4 * h + 1]);
-                    value[4 * h + 2] = fmaf(now.weight, change.z, value[4 * h + 2]);
-                    value[4 * h + 3] = fmaf(now.weight, change.w, value[4 * h + 3]);
-                }
-                now = next;
-            }
-            store_word(rows + slot[a].slot * row_stride, column, D, value);
-        }
+    const auto advance = [&](int unit, const Rows& row, Rows& following) {
+        __syncwarp();
+        if (at_lane < UNIT) terms[place_of(unit) + at_lane] = term;
+        start(unit + 1, next, following);
+        term = load_term(next);
+        next = load_record(unit + 2);
+        finish(unit, row);
+    };
+    for (int unit = 0; first_of(unit) < count; unit += 2) {
+        advance(unit, even, odd);
+        if (first_of(unit + 1) < count) advance(unit + 1, odd, even);
     }
 }

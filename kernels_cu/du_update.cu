@@ -6,7 +6,7 @@
 //
 // Macros  BANK (float, Bf16, Fp16), COLUMNS (of a block, a multiple of 4).
 // Grid    (P streams, slices of COLUMNS columns).
-// Block   THREADS = TILE / 2 * COLUMNS / 4 threads: pairs of rows by groups of 4 columns.
+// Block   THREADS = TILE / 2 * COLUMNS / WIDTH threads: pairs of rows by groups of WIDTH columns.
 // Reads   gwr [P, C, D]; x, qx [chunks, C, C], strength [chunks, C]; grad_readings [rows, D].
 // Writes  lam [chunks, C, D]; grad_v [rows, D] (0 on padding).
 // Sums    lam[j]: over i upwards from j, of each i first the term of qx: what lies above the diagonal is never added.
@@ -17,9 +17,12 @@
 #include "tiles.cuh"
 
 #define TILE 64
-#define GROUPS (COLUMNS / 4)
+#define WIDTH (COLUMNS > 32 ? 4 : 2)  // columns of a thread
+#define GROUPS (COLUMNS / WIDTH)
 #define THREADS (TILE / 2 * GROUPS)
 #define BATCH 8
+
+using Part = Columns<WIDTH>;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     du_update(const float* x, const float* qx, const float* strength, const BANK* grad_readings, const float* gwr,
@@ -36,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     x += n * C * C, qx += n * C * C, lam += n * C * D, strength += n * C;
     gwr += static_cast<long long>(p) * C * D;
 
-    const Chunk chunk = chunk_at(n, P, T, C, lengths, cu_seqlens, wide);
+    const Chunk chunk = chunk_of(step, p, T, C, lengths, cu_seqlens, wide);
     load_tile<THREADS>(tile_x, x, 0, 0, side, C);
     load_tile<THREADS>(tile_qx, qx, 0, 0, side, C);
     ptx::copy_commit();
@@ -70,10 +73,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     ptx::copy_wait<0>();
     __syncthreads();
 
-    const float4* const of_readings = reinterpret_cast<const float4*>(readings) + group;
-    const float4* const of_written = reinterpret_cast<const float4*>(written) + group;
+    const Part* const of_readings = reinterpret_cast<const Part*>(readings) + group;
+    const Part* const of_written = reinterpret_cast<const Part*>(written) + group;
     for (int first = 0; first < C; first += TILE) {
-        float4 sum[2] = {};
+        Part sum[2] = {};
         for (int begin = first; begin < C; begin += TILE) {
             if (C > TILE) {
                 __syncthreads();
@@ -95,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             for (; i < end; ++i) {
                 const float2 of_qx = *reinterpret_cast<const float2*>(tile_qx + i * (side + 4) + row);
                 const float2 of_x = *reinterpret_cast<const float2*>(tile_x + i * (side + 4) + row);
-                const float4 gr = of_readings[(begin + i) * GROUPS], gw = of_written[(begin + i) * GROUPS];
+                const Part gr = of_readings[(begin + i) * GROUPS], gw = of_written[(begin + i) * GROUPS];
                 add_product(sum[0], of_qx.x, gr);
                 add_product(sum[1], of_qx.y, gr);
                 add_product(sum[0], of_x.x, gw);
@@ -107,13 +110,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             const int j = first + row + r;
             if (j >= C) break;
             const float beta = strength[j];
-            const float values[4] = {sum[r].x, sum[r].y, sum[r].z, sum[r].w};
 #pragma unroll
-            for (int c = 0; c < 4; ++c) {
-                const int column = slice + group * 4 + c;
+            for (int c = 0; c < WIDTH; ++c) {
+                const int column = slice + group * WIDTH + c;
                 if (column >= D) break;
-                lam[static_cast<long long>(j) * D + column] = values[c];
-                if (j < chunk.rows) grad_v[(chunk.first_row + j) * D + column] = from_float<BANK>(beta * values[c]);
+                lam[static_cast<long long>(j) * D + column] = sum[r].c[c];
+                if (j < chunk.rows) grad_v[(chunk.first_row + j) * D + column] = from_float<BANK>(beta * sum[r].c[c]);
             }
         }
     }

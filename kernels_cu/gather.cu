@@ -16,7 +16,8 @@
 #include "numeric.cuh"
 
 #define MAX_THREADS 512
-#define LOADS 8  // rows of a thread under way at once
+#define LOADS 8                                // rows of a thread under way at once
+#define SUMS ((VECTOR + GROUPS - 1) / GROUPS)  // columns that a thread adds up in the end
 
 using BankWord = Word<BANK, VECTOR>;
 
@@ -36,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS)
     float* const weight = reinterpret_cast<float*>(offset + max(W, R));  // [lanes]
     float* const partial = weight + max(W, R);                           // [GROUPS, columns]
 
-    const Chunk chunk = chunk_at(static_cast<long long>(step) * P + p, P, T, C, lengths, cu_seqlens, wide);
+    const Chunk chunk = chunk_of(step, p, T, C, lengths, cu_seqlens, wide);
     const bool padding = i >= chunk.tokens;
     if (!padding) {
         const long long row = (chunk.first_row + i) * lanes;
@@ -49,6 +50,13 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS)
             offset[n] = slot < 0 ? -1 : (first_slot + slot) * row_stride;
             weight[n] = weights[n];
         }
+    }
+    BANK given[SUMS];  // of v; on its way while rows are read
+#pragma unroll
+    for (int k = 0; k < SUMS; ++k) {
+        const int c = thread + k * threads;
+        given[k] = BANK{};
+        if (!query && !padding && c < columns && slice + c < D) given[k] = v[(chunk.first_row + i) * D + slice + c];
     }
     __syncthreads();
 
@@ -77,7 +85,10 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS)
 #pragma unroll
     for (int c = 0; c < VECTOR; ++c) partial[group * columns + threadIdx.x * VECTOR + c] = sum[c];
     __syncthreads();
-    for (int c = thread; c < columns && slice + c < D; c += threads) {
+#pragma unroll
+    for (int k = 0; k < SUMS; ++k) {
+        const int c = thread + k * threads;
+        if (c >= columns || slice + c >= D) continue;
         float total = partial[c];
 #pragma unroll
         for (int other = 1; other < GROUPS; ++other) total += partial[other * columns + c];
@@ -85,6 +96,6 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS)
         if (query)
             inter[at] = total;
         else
-            residual[at] = padding ? 0.0f : to_float(v[(chunk.first_row + i) * D + slice + c]) - total;
+            residual[at] = padding ? 0.0f : to_float(given[k]) - total;
     }
 }

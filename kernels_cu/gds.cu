@@ -33,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     const auto bank_row = [&](const ReadSlot& of) {
         return (shared_bank ? 0 : static_cast<long long>(p) * S) + of.slot;
     };
-    grad_readings += chunk_at(chunk(), P, T, C, lengths, cu_seqlens, wide).first_row * D;
+    grad_readings += chunk_of(step, p, T, C, lengths, cu_seqlens, wide).first_row * D;
 
     // Lane x of a team holds the record and the first term of the team's turn x.
     ReadSlot held;

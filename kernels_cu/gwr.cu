@@ -31,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     float* const weight = reinterpret_cast<float*>(offset + W);                       // [W]
     float* const dot = weight + W;                                                    // [W]
 
-    const Chunk chunk = chunk_at(n, P, T, C, lengths, cu_seqlens, wide);
+    const Chunk chunk = chunk_of(step, p, T, C, lengths, cu_seqlens, wide);
     const bool padding = i >= chunk.tokens;
     const long long first_slot = shared_bank ? 0 : static_cast<long long>(p) * S;
     for (int w = threadIdx.x; w < W; w += 32 * WARPS) {

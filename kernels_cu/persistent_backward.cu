@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
     const auto step_at = [&](int step) {
         const long long call = static_cast<long long>(step) * P + p;
-        return Step{chunk_at(call, P, T, C, lengths, cu_seqlens, wide), call,
+        return Step{chunk_of(step, p, T, C, lengths, cu_seqlens, wide), call,
                     slice * slab_chunks + (step - slab_step) * P + p, slot_count[call], read_slot_count[call]};
     };
     // Each phase computes its own addresses, so that registers hold those of no other.
@@ -104,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         arrive();
         if (!overlap && s > slab_step) {
             const long long call = step.call - P;
-            gwr().fetch_lists(call, chunk_at(call, P, T, C, lengths, cu_seqlens, wide));
+            gwr().fetch_lists(call, chunk_of(s - 1, p, T, C, lengths, cu_seqlens, wide));
         }
         wait();  // gwr is whole
         if (overlap) ahead = update().start(step);

@@ -7,7 +7,7 @@
 //     M1[s] = cpe(s) M0[s] + sum of weight delta[token]; what M0[s] held is kept                     decay and write
 //
 // The blocks of a cluster own pairs of tokens in turn: they gather for these tokens and compute their rows of the
-// products. Every block holds residual and delta of all tokens, inter stays with its owner; written slots go to the
+// products(). Every block holds residual and delta of all tokens, inter stays with its owner; written slots go to the
 // warps of the cluster in turn.
 //
 // Macros  BANK (float, Bf16, Fp16), VECTOR (bank values of one load), COLUMNS (of a slice, a multiple of 32), THREADS
@@ -62,6 +62,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     walk.inter = inter, walk.entries = entries, walk.waiting = waiting, walk.residual = residual, walk.delta = delta;
     walk.first_slot = shared_bank ? 0 : static_cast<long long>(p) * S;
     walk.capacity = min(static_cast<long long>(C) * W, static_cast<long long>(S));
+    walk.group_shift = 0;
+    while (1 << walk.group_shift < groups) ++walk.group_shift;
     walk.wide_index = wide_index != 0;
     walk.in_place = in_place != 0;
     walk.v_words = reinterpret_cast<unsigned long long>(v) % sizeof(BankWord) == 0;
@@ -71,28 +73,36 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int end = slab_step + static_cast<int>(chunks_of_slab(slab_step, slab_chunks, P, T, C) / P);
     const auto step_at = [&](int step) {
         const long long call = static_cast<long long>(step) * P + p, n = call - static_cast<long long>(slab_step) * P;
-        return Step{chunk_at(call, P, T, C, lengths, cu_seqlens, wide), n, call, step < end ? slot_count[n] : 0};
+        return Step{chunk_of(step, p, T, C, lengths, cu_seqlens, wide), n, call, step < end ? slot_count[n] : 0};
     };
 
-    const Gather gather{walk};
-    const Products products{walk};
-    const DecayWrite decay_write{walk};
+    // Each phase computes its own addresses, so that registers hold those of no other.
+    const auto renewed = [&walk] {
+        ptx::renew(walk.slice);
+        ptx::renew(walk.D);
+        ptx::renew(walk.rank);
+        ptx::renew(walk.blocks);
+        return walk;
+    };
+    const auto gather = [&] { return Gather{renewed()}; };
+    const auto products = [&] { return Products{renewed()}; };
+    const auto decay_write = [&] { return DecayWrite{renewed()}; };
     Step step = step_at(slab_step);
-    gather.fetch_lists(step, 0);
-    gather.resolve_lists(step, 0);
+    gather().fetch_lists(step, 0);
+    gather().resolve_lists(step, 0);
     cluster_sync();
     for (int s = slab_step; s < end; ++s) {
-        const Job ahead = products.start(step);
-        gather.run(step);
+        const Job ahead = products().start(step);
+        gather().run(step);
         cluster_sync();  // residual is whole
         SlotRecord first[HELD], second[HELD];
-        decay_write.load_records(step, 0, first);
-        decay_write.load_records(step, 1, second);
-        products.run(step, ahead);  // ends, but for err, where delta is whole
+        decay_write().load_records(step, 0, first);
+        decay_write().load_records(step, 1, second);
+        products().run(step, ahead);  // ends, but for err, where delta is whole
         const Step next = step_at(s + 1);
-        if (s + 1 < end) gather.fetch_lists(next, 0);
-        decay_write.run(step, first, second);
-        if (s + 1 < end) gather.resolve_lists(next, 0);
+        if (s + 1 < end) gather().fetch_lists(next, 0);
+        decay_write().run(step, first, second);
+        if (s + 1 < end) gather().resolve_lists(next, 0);
         cluster_sync();  // the rows are written
         step = next;
     }

@@ -14,7 +14,8 @@
 #define WARPS (THREADS / 32)
 #define WORDS (COLUMNS / VECTOR)                 // of a row's slice
 #define ROWS (THREADS / WORDS)                   // rows side by side
-#define GROUPS (COLUMNS / 4)                     // of four columns, in the products
+#define WIDTH 2                                  // columns of a thread in the products
+#define GROUPS (COLUMNS / WIDTH)                 // of threads across a slice, in the products
 #define PLANES (VECTOR > 4 ? VECTOR / 4 : 1)     // of a row in shared memory
 #define WARP_ROWS (WORDS < 32 ? 32 / WORDS : 1)  // rows side by side in a warp
 #define ROW_WARPS (WORDS > 32 ? WORDS / 32 : 1)  // warps across a row
@@ -84,7 +85,7 @@ struct Walk {
     float* err;
     void* snapshot;
     long long row_stride, first_slot, capacity;
-    int C, W, R, S, D, groups, list_tokens;
+    int C, W, R, S, D, groups, group_shift, list_tokens;  // groups is 1 << group_shift
     bool wide_index, in_place, v_words;
 
     int slice, rank, blocks;

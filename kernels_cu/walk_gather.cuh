@@ -7,14 +7,23 @@ struct Gather : Walk {
     // Calls visit(place in the lists, query, place in [tokens, width]) for the entries that this thread brings.
     template <class Visit>
     __device__ __forceinline__ void visit_lists(const Step& step, int first, const Visit& visit) const {
-        const int lanes = W + R, count = min(list_tokens, own - first) * lanes;
-        for (int cell = threadIdx.x; cell < count; cell += THREADS) {
-            const int t = cell / lanes, lane = cell - t * lanes, i = token(first + t);
+        // Divided here each time, since registers that hold a quotient are dearer.
+        int thread = threadIdx.x, lanes = W + R;
+        ptx::renew(thread);
+        ptx::renew(lanes);
+        const int count = min(list_tokens, own - first), tokens_on = THREADS / lanes;
+        const int first_token = thread / lanes, lanes_on = THREADS - tokens_on * lanes;
+        for (int t = first_token, lane = thread - t * lanes; t < count; t += tokens_on, lane += lanes_on) {
+            if (lane >= lanes) {
+                lane -= lanes;
+                if (++t == count) break;
+            }
+            const int i = token(first + t);
             if (i >= step.chunk.tokens) continue;
             const bool query = lane >= W;
             const int width = query ? R : W, n = query ? lane - W : lane;
-            const int group = n % groups;
-            const int place = group * (width / groups) + min(group, width % groups) + n / groups;
+            const int group = n & groups - 1;
+            const int place = group * (width >> group_shift) + min(group, width & groups - 1) + (n >> group_shift);
             visit(t * lanes + (query ? W : 0) + place, query, static_cast<long long>(i) * width + n);
         }
     }
@@ -112,7 +121,7 @@ struct Gather : Walk {
     }
     __device__ __forceinline__ void sum_rows(const Entry* list, int lanes, int column, float (&total)[VECTOR]) const {
         const BANK* const rows = memory + first_slot * row_stride + column;
-        const int least = lanes / groups, extra = lanes % groups;
+        const int least = lanes >> group_shift, extra = lanes & groups - 1;
         int group = 0, end = least + (extra > 0);  // of the group's entries
         float sum[VECTOR] = {};
         const auto add_rows = [&](int first, const BankWord(&held)[LOADS]) {

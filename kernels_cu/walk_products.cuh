@@ -11,49 +11,12 @@ struct Job {
     int pass, begin;
 };
 
-// The first of the four columns that a group of the products holds.
+using Part = Columns<WIDTH>;
+
+// The first of the columns that a group of the products holds (store_slice).
 static __device__ __forceinline__ int column_of(int group) {
-    return group % (GROUPS / PLANES) * 4 * PLANES + group / (GROUPS / PLANES) * 4;
-}
-
-static __device__ __forceinline__ float4 scaled(const float4& x, const float* weights, int i) {
-    if (weights == nullptr) return x;
-    const float weight = weights[i];
-    return make_float4(weight * x.x, weight * x.y, weight * x.z, weight * x.w);
-}
-static __device__ __forceinline__ float component(const float4& x, int i) {
-    return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
-}
-
-// Adds two neighbouring rows of tiles times `values` (rows of GROUPS float4, each times its weight). The first row
-// reaches its diagonal at column `reach` of the tile; `ends` is 1 where the diagonal counts.
-template <int Matrices>
-static __device__ __forceinline__ void add_rows(float4 (&sum)[2][2], const float* rows, int matrix, int row,
-                                                const float4* values, const float* weights, int reach, int ends,
-                                                int columns) {
-    if (reach < 0) return;
-    const int full = reach < TILE ? reach & ~3 : TILE;
-    for (int j = 0; j < full; j += 4) {
-        float4 value[4];
-#pragma unroll
-        for (int k = 0; k < 4; ++k) value[k] = scaled(values[(j + k) * GROUPS], weights, j + k);
-#pragma unroll
-        for (int m = 0; m < Matrices; ++m)
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const float4 factors = *reinterpret_cast<const float4*>(rows + m * matrix + r * row + j);
-#pragma unroll
-                for (int k = 0; k < 4; ++k) add_product(sum[m][r], component(factors, k), value[k]);
-            }
-    }
-    if (reach >= TILE) return;
-#pragma unroll
-    for (int r = 0; r < 2; ++r)
-        for (int j = full; j < min(reach + r + ends, columns); ++j) {
-            const float4 value = scaled(values[j * GROUPS], weights, j);
-#pragma unroll
-            for (int m = 0; m < Matrices; ++m) add_product(sum[m][r], rows[m * matrix + r * row + j], value);
-        }
+    const int quad = group * WIDTH / 4, quads = COLUMNS / 4 / PLANES;
+    return quad % quads * 4 * PLANES + quad / quads * 4 + group * WIDTH % 4;
 }
 
 struct Products : Walk {
@@ -80,11 +43,9 @@ struct Products : Walk {
         return tiles + (stage * 2 + matrix) * 2 * pairs * (side + 4);
     }
     __device__ __forceinline__ void fetch_tile(float* tile, const float* matrix, const Job& job) const {
-        const int quarters = side / 4;
-        for (int cell = threadIdx.x; cell < 2 * pairs * quarters; cell += THREADS) {
-            const int r = cell / quarters, c = cell % quarters * 4;
+        const auto fetch = [&](int r, int c) {
             const int i = token(job.pass * 2 * pairs + r), column = job.begin + c;
-            if (column > i) continue;
+            if (column > i) return;
             const float* const from = matrix + static_cast<long long>(i) * C + column;
             float* const to = tile + r * (side + 4) + c;
             if (i >= C) {  // the row beside the last
@@ -96,6 +57,14 @@ struct Products : Walk {
                 for (int k = 0; k < 4; ++k)
                     if (column + k < C) ptx::copy_async_4(to + k, from + k);
             }
+        };
+        if (side == TILE) {  // no division
+            for (int cell = threadIdx.x; cell < 2 * pairs * TILE / 4; cell += THREADS)
+                fetch(cell / (TILE / 4), cell % (TILE / 4) * 4);
+        } else {
+            const int quarters = side / 4;
+            for (int cell = threadIdx.x; cell < 2 * pairs * quarters; cell += THREADS)
+                fetch(cell / quarters, cell % quarters * 4);
         }
     }
     // Starts the copies of a job, and takes the next.
@@ -122,7 +91,7 @@ struct Products : Walk {
     }
     __device__ __forceinline__ void run(const Step& step, Job ahead) const {
         const int pair = threadIdx.x / GROUPS, group = threadIdx.x % GROUPS;
-        float4 sum[2][2] = {};
+        Part sum[2][2] = {};
         int stage = 0;
         for (Job job = first_job(); !job.done; advance(job)) {
             const int t = job.pass * 2 * pairs + 2 * pair, i = token(t);
@@ -131,13 +100,13 @@ struct Products : Walk {
             ptx::copy_wait<1>();
             __syncthreads();
             if (mine) {
-                const float4* const values =
-                    reinterpret_cast<const float4*>((job.err ? delta : residual) + job.begin * COLUMNS) + group;
+                const Part* const values =
+                    reinterpret_cast<const Part*>((job.err ? delta : residual) + job.begin * COLUMNS) + group;
                 if (job.err)
-                    add_rows<1>(sum, rows, 0, side + 4, values, nullptr, i - job.begin, 0, C - job.begin);
+                    add_rows<1, TILE, GROUPS>(sum, rows, 0, side + 4, values, nullptr, i - job.begin, 0, C - job.begin);
                 else
-                    add_rows<2>(sum, rows, 2 * pairs * (side + 4), side + 4, values, weight + job.begin, i - job.begin,
-                                1, C - job.begin);
+                    add_rows<2, TILE, GROUPS>(sum, rows, 2 * pairs * (side + 4), side + 4, values, weight + job.begin,
+                                              i - job.begin, 1, C - job.begin);
             }
             __syncthreads();
             fetch_job(step, ahead, stage);
@@ -153,65 +122,67 @@ struct Products : Walk {
 #pragma unroll
             for (int m = 0; m < 2; ++m)
 #pragma unroll
-                for (int r = 0; r < 2; ++r) sum[m][r] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                for (int r = 0; r < 2; ++r) sum[m][r] = Part{};
         }
         ptx::copy_wait<0>();
     }
     // delta to the cluster, readings to the caller.
     __device__ __forceinline__ void finish_rows(const Step& step, int row, int t, int group,
-                                                const float4 (&sum)[2][2]) const {
+                                                const Part (&sum)[2][2]) const {
         const int column = slice + column_of(group);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int i = row + r;
             if (i >= C) break;
-            const int at = i * COLUMNS + group * 4;
-            if (SAVE && in_place) store_err(step, i, column, *reinterpret_cast<const float4*>(residual + at));
+            const int at = i * COLUMNS + group * WIDTH;
+            if (SAVE && in_place) store_err(step, i, column, *reinterpret_cast<const Part*>(residual + at));
             for (int other = 0; other < blocks; ++other)
-                *reinterpret_cast<float4*>(ptx::map_shared(delta, other) + at) = sum[0][r];
+                *reinterpret_cast<Part*>(ptx::map_shared(delta, other) + at) = sum[0][r];
             if (i >= step.chunk.rows || column >= D) continue;
-            const float4 seen = *reinterpret_cast<const float4*>(inter + (t + r) * COLUMNS + group * 4);
-            float y[4];
+            const Part seen = *reinterpret_cast<const Part*>(inter + (t + r) * COLUMNS + group * WIDTH);
+            float y[WIDTH];
 #pragma unroll
-            for (int c = 0; c < 4; ++c)
-                y[c] = i < step.chunk.tokens ? component(sum[1][r], c) + component(seen, c) : 0.0f;
+            for (int c = 0; c < WIDTH; ++c) y[c] = i < step.chunk.tokens ? sum[1][r].c[c] + seen.c[c] : 0.0f;
             BANK* const to = readings + (step.chunk.first_row + i) * D + column;
-            if (D % 4 == 0) {
-                store_values<4>(to, y);
+            if (D % WIDTH == 0) {
+                store_values<WIDTH>(to, y);
             } else {
 #pragma unroll
-                for (int c = 0; c < 4; ++c)
+                for (int c = 0; c < WIDTH; ++c)
                     if (column + c < D) to[c] = from_float<BANK>(y[c]);
             }
         }
     }
-    __device__ __forceinline__ void finish_err(const Step& step, int row, int group, const float4 (&sum)[2]) const {
+    __device__ __forceinline__ void finish_err(const Step& step, int row, int group, const Part (&sum)[2]) const {
         const int column = slice + column_of(group);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int i = row + r;
             if (i >= C || column >= D) break;
             // In place, residual waits where this same thread has stored it.
-            const float4 left = in_place ? load_err(step, i, column)
-                                         : *reinterpret_cast<const float4*>(residual + i * COLUMNS + group * 4);
-            store_err(step, i, column,
-                      make_float4(left.x - sum[r].x, left.y - sum[r].y, left.z - sum[r].z, left.w - sum[r].w));
+            Part left = in_place ? load_err(step, i, column)
+                                 : *reinterpret_cast<const Part*>(residual + i * COLUMNS + group * WIDTH);
+#pragma unroll
+            for (int c = 0; c < WIDTH; ++c) left.c[c] -= sum[r].c[c];
+            store_err(step, i, column, left);
         }
     }
-    __device__ __forceinline__ void store_err(const Step& step, int i, int column, const float4& x) const {
+    __device__ __forceinline__ void store_err(const Step& step, int i, int column, const Part& x) const {
         float* const to = err + (step.call * C + i) * D + column;
-        if (D % 4 == 0) {
-            if (column < D) *reinterpret_cast<float4*>(to) = x;
+        if (D % WIDTH == 0) {
+            if (column < D) *reinterpret_cast<Part*>(to) = x;
         } else {
 #pragma unroll
-            for (int c = 0; c < 4; ++c)
-                if (column + c < D) to[c] = component(x, c);
+            for (int c = 0; c < WIDTH; ++c)
+                if (column + c < D) to[c] = x.c[c];
         }
     }
-    __device__ __forceinline__ float4 load_err(const Step& step, int i, int column) const {
+    __device__ __forceinline__ Part load_err(const Step& step, int i, int column) const {
         const float* const from = err + (step.call * C + i) * D + column;
-        if (D % 4 == 0) return *reinterpret_cast<const float4*>(from);
-        return make_float4(from[0], column + 1 < D ? from[1] : 0.0f, column + 2 < D ? from[2] : 0.0f,
-                           column + 3 < D ? from[3] : 0.0f);
+        if (D % WIDTH == 0) return *reinterpret_cast<const Part*>(from);
+        Part x;
+#pragma unroll
+        for (int c = 0; c < WIDTH; ++c) x.c[c] = column + c < D ? from[c] : 0.0f;
+        return x;
     }
 };

@@ -1,4 +1,4 @@
-"""The forward on this GPU: calls without gradients, a training forward's launches, each kernel by itself."""
+"""The forward on this GPU: calls without gradients, a training forward's launches."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sdm_rt.bench.bounds import floor_bytes
 from sdm_rt.bench.cases import CASES, Case, Inputs, make_inputs, shape_of
+from sdm_rt.bench.kernels import kernel_times, print_kernels
 from sdm_rt.bench.timing import DEVICE, copy_bandwidth, floor_ms, graph_figures, measure, peak_bytes
 from sdm_rt.ops.counters import device_repeats
 from sdm_rt.ops.decode_launch import device_model
@@ -25,7 +26,6 @@ from sdm_rt.runtime.interop import current_stream
 __all__ = ["bench_forward"]
 
 REPEATS = 5
-KERNEL_RUNS = 20
 TOKENS = ("k_idx", "k_val", "v", "beta", "g", "q_idx", "q_val")
 
 
@@ -63,22 +63,6 @@ def bind(plan: StepPlan, case: Case, inputs: Inputs) -> tuple[BoundPlan, dict[st
     return bound, tensors
 
 
-def kernel_us(bound: BoundPlan) -> dict[str, float]:
-    """Return the mean time of each kernel launched alone, again and again: at one step, its rows in L2."""
-    stream = current_stream(torch.cuda.current_device())
-    times = {}
-    for launch in bound.launches_at(bound.plan.steps // 2):
-        launch.run(stream)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        for _ in range(KERNEL_RUNS):
-            launch.run(stream)
-        end.record()
-        end.synchronize()
-        times[launch.launch_description.name] = round(1e3 * start.elapsed_time(end) / KERNEL_RUNS, 2)
-    return times
-
-
 def bench_forward(names: Sequence[str], kernels: bool, schedule: str | None) -> dict[str, Any]:
     """Measure the named cases, print a table and return the figures.
 
@@ -87,7 +71,7 @@ def bench_forward(names: Sequence[str], kernels: bool, schedule: str | None) -> 
     names : sequence of str
         Keys of ``CASES``.
     kernels : bool
-        Whether each kernel is timed too.
+        Whether each kernel of a call without gradients is timed too.
     schedule : {"stepwise", "persistent"}, optional
         The schedule to force.
     """
@@ -121,8 +105,8 @@ def bench_forward(names: Sequence[str], kernels: bool, schedule: str | None) -> 
             flush=True,
         )
         if kernels:
-            row["kernels_us"] = kernel_us(bound)
-            print("  us: " + "  ".join(f"{kernel} {time}" for kernel, time in row["kernels_us"].items()))
+            row["profile"] = kernel_times(partial(no_grad_call, case, inputs, schedule))
+            print_kernels(row["profile"])
         figures[name] = row
         del inputs, bound, tensors
         torch.cuda.empty_cache()

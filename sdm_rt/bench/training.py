@@ -1,4 +1,4 @@
-"""A training step of the op on this GPU: forward and backward, memory, each kernel of the backward."""
+"""A training step of the op on this GPU: forward and backward, memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sdm_rt.bench.bounds import floor_bytes
 from sdm_rt.bench.cases import CASES, Case, Inputs, make_inputs
-from sdm_rt.bench.forward import bind, kernel_us, training_plan
+from sdm_rt.bench.kernels import kernel_times, print_kernels
 from sdm_rt.bench.timing import (
     DEVICE,
     FLUSH_BYTES,
@@ -25,12 +25,6 @@ from sdm_rt.bench.timing import (
 )
 from sdm_rt.ops.decode_launch import device_model
 from sdm_rt.ops.write_read import sdm_write_read
-from sdm_rt.ops.write_read_launch import allocate, pointers_of
-from sdm_rt.plan.backward import backward_constants, plan_backward
-from sdm_rt.plan.bound import BoundPlan
-from sdm_rt.plan.shapes import WriteReadShape
-from sdm_rt.runtime import device
-from sdm_rt.runtime.interop import current_stream
 
 __all__ = ["LEAVES", "bench_training", "measure_step"]
 
@@ -88,34 +82,6 @@ def measure_step(
     return {name: round(value, 4) for name, value in zip(names, medians, strict=True)}
 
 
-def bind_backward(
-    case: Case, inputs: Inputs, schedule: str | None = None
-) -> tuple[BoundPlan, dict[str, Tensor]]:
-    """Run a training forward's launches, then bind the backward's to what they left."""
-    forward, tensors = bind(training_plan(case, schedule), case, inputs)
-    index = torch.cuda.current_device()
-    forward.run(current_stream(index))
-    shape = forward.plan.shape
-    assert isinstance(shape, WriteReadShape)
-    plan = plan_backward(shape, forward.plan.device, schedule)
-    bound = BoundPlan(plan, device.gpu(index), current_stream(index))
-    rows, like = case.streams * case.tokens, inputs.memory
-    tensors |= {
-        "gradient_bank": torch.zeros_like(like),
-        "grad_readings": inputs.grad_readings,
-        "grad_k_val": torch.empty_like(inputs.k_val),
-        "grad_v": torch.empty_like(inputs.v),
-        "grad_q_val": torch.empty_like(inputs.q_val),
-        "grad_beta": like.new_empty(rows, dtype=torch.float32),
-        "grad_g": like.new_empty(rows, dtype=torch.float32),
-        **allocate(plan.buffers, like.device),
-    }
-    numbers = {"row_stride": case.head_dim, "shared_bank": 0, "wide": 0}
-    bound.set({**backward_constants(plan), **pointers_of(plan, tensors), **numbers})
-    bound.run(current_stream(index))
-    return bound, tensors
-
-
 def bench_training(names: Sequence[str], kernels: bool, schedule: str | None) -> dict[str, Any]:
     """Measure training steps of the named cases, print a table and return the figures.
 
@@ -124,7 +90,7 @@ def bench_training(names: Sequence[str], kernels: bool, schedule: str | None) ->
     names : sequence of str
         Keys of ``CASES``.
     kernels : bool
-        Whether each kernel of the backward is timed too.
+        Whether each kernel of a step is timed too.
     schedule : {"stepwise", "persistent"}, optional
         The schedule to force.
     """
@@ -142,8 +108,6 @@ def bench_training(names: Sequence[str], kernels: bool, schedule: str | None) ->
         row["peak_gib"] = round(peak_bytes(partial(training_step, case, inputs, schedule)) / 2**30, 3)
         row |= graph_figures("graph", partial(training_step, case, inputs, schedule), REPEATS)
         row["floor_ms"] = floor_ms(floor_bytes(case, model, training=True), bandwidth)
-        for leaf in LEAVES:
-            getattr(inputs, leaf).requires_grad_(False).grad = None
         print(
             f"{name:15} {row['forward_ms']:8.3f} ({row['forward_host_ms']:7.3f}) "
             f"{row['backward_ms']:9.3f} ({row['backward_host_ms']:7.3f}) {row['step_ms']:9.3f} "
@@ -151,10 +115,8 @@ def bench_training(names: Sequence[str], kernels: bool, schedule: str | None) ->
             flush=True,
         )
         if kernels:
-            bound, tensors = bind_backward(case, inputs, schedule)
-            row["backward_kernels_us"] = kernel_us(bound)
-            print("  us: " + "  ".join(f"{k} {t}" for k, t in row["backward_kernels_us"].items()))
-            del bound, tensors
+            row["profile"] = kernel_times(partial(training_step, case, inputs, schedule))
+            print_kernels(row["profile"])
         figures[name] = row
         del inputs
         torch.cuda.empty_cache()

@@ -7,10 +7,10 @@ import json
 import sys
 
 from sdm_rt.plan.backward import plan_backward
+from sdm_rt.plan.column_slices import SCHEDULES
 from sdm_rt.plan.decode import plan_decode
 from sdm_rt.plan.device import PRESETS, DeviceModel, preset
 from sdm_rt.plan.forward import plan_forward
-from sdm_rt.plan.persistent import SCHEDULES
 from sdm_rt.plan.reference_backward import plan_reference_backward
 from sdm_rt.plan.shapes import BANK_DTYPES, INDEX_DTYPES, SNAPSHOTS, DecodeShape, WriteReadShape
 from sdm_rt.plan.step_plan import StepPlan

@@ -25,6 +25,7 @@ from sdm_rt.plan.device import DeviceModel
 from sdm_rt.plan.shapes import DecodeShape
 from sdm_rt.plan.step_plan import StepPlan
 from sdm_rt.runtime import device
+from sdm_rt.runtime.clusters import active_clusters
 from sdm_rt.runtime.compile import kernels
 from sdm_rt.runtime.device import Gpu
 from sdm_rt.runtime.interop import current_stream
@@ -47,7 +48,8 @@ _write_pointers = struct.Struct("<11Q").pack_into
 @cache
 def device_model(index: int) -> DeviceModel:
     """Return what plans read of the GPU ``index``."""
-    return DeviceModel.from_attributes(device.gpu(index).name, device.attributes(index))
+    name, clusters = device.gpu(index).name, active_clusters(index)
+    return DeviceModel.from_attributes(name, device.attributes(index), active_clusters=clusters)
 
 
 @dataclass(frozen=True)

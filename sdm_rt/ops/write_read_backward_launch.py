@@ -25,8 +25,8 @@ from sdm_rt.ops.write_read_launch import (
 )
 from sdm_rt.plan.backward import backward_constants, plan_backward
 from sdm_rt.plan.buffer import Arena
-from sdm_rt.plan.forward import kept_buffers
-from sdm_rt.plan.persistent import SCHEDULES
+from sdm_rt.plan.column_slices import SCHEDULES
+from sdm_rt.plan.forward import kept_arena
 from sdm_rt.runtime.interop import current_stream
 
 __all__ = ["aligned_gradient", "backward_on_gpu", "bind_backward", "gradient_bank_dtype", "new_gradients"]
@@ -103,7 +103,7 @@ def bind_backward(
     planned = planned_shape(bank, operands, call, layout.alignment, training=True)
     bound = bound_plan(_PLANNERS[call.schedule], planned, bank.get_device(), backward_constants)
     plan = bound.plan
-    scratch = Arena.of(plan.buffers)
+    scratch = plan.scratch
     working = new_scratch(scratch, bank.device)
     tensors = {
         "memory": bank,
@@ -118,7 +118,7 @@ def bind_backward(
             **pointers_of(plan, tensors),
             **{
                 name: address
-                for name, address in Arena.of(kept_buffers(planned)).addresses(saved.data_ptr()).items()
+                for name, address in kept_arena(planned).addresses(saved.data_ptr()).items()
                 if name in bound.names
             },
             **scratch.addresses(working.data_ptr()),

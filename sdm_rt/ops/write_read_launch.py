@@ -18,8 +18,8 @@ from sdm_rt.ops.write_read_call import WriteReadCall
 from sdm_rt.plan.backward import plan_backward
 from sdm_rt.plan.bound import BoundPlan
 from sdm_rt.plan.buffer import Arena, Buffer
-from sdm_rt.plan.forward import forward_constants, kept_buffers, plan_forward
-from sdm_rt.plan.persistent import SCHEDULES
+from sdm_rt.plan.column_slices import SCHEDULES
+from sdm_rt.plan.forward import forward_constants, kept_arena, plan_forward
 from sdm_rt.plan.shapes import MAX_SLOTS, WriteReadShape
 from sdm_rt.plan.step_plan import StepPlan
 from sdm_rt.runtime.interop import current_stream
@@ -117,19 +117,44 @@ def planned_shape(
             f"memory: {shape.slots} slots a stream are more than the kernels' {MAX_SLOTS}; use more streams "
             f"(heads)"
         )
-    bank_dtype = BANK_NAMES[memory.dtype]
+    k_idx, q_idx, gates = operands["k_idx"], operands["q_idx"], operands["g"]
+    return _shape_of(
+        call,
+        memory.dtype,
+        k_idx.dtype,
+        memory.shape[1],
+        k_idx.shape[1],
+        q_idx.shape[1],
+        gates.shape[1] > 1,
+        alignment,
+        training,
+    )
+
+
+@lru_cache(maxsize=256)
+def _shape_of(
+    call: WriteReadCall,
+    bank: torch.dtype,
+    index: torch.dtype,
+    columns: int,
+    writes: int,
+    reads: int,
+    gates_per_write: bool,
+    alignment: int,
+    training: bool,
+) -> WriteReadShape:
     return WriteReadShape(
-        streams=shape.streams,
+        streams=call.shape.streams,
         tokens=call.longest,
         chunk=call.chunk_size,
-        writes=operands["k_idx"].shape[1],
-        reads=operands["q_idx"].shape[1],
-        head_dim=memory.shape[1],
-        slots=max(shape.slots, 1),
-        bank_dtype=bank_dtype,
-        gradient_bank_dtype="float32" if training and call.grad_bank_fp32 else bank_dtype,
-        index_dtype=str(operands["k_idx"].dtype).removeprefix("torch."),
-        gates_per_write=operands["g"].shape[1] > 1,
+        writes=writes,
+        reads=reads,
+        head_dim=columns,
+        slots=max(call.shape.slots, 1),
+        bank_dtype=BANK_NAMES[bank],
+        gradient_bank_dtype="float32" if training and call.grad_bank_fp32 else BANK_NAMES[bank],
+        index_dtype=str(index).removeprefix("torch."),
+        gates_per_write=gates_per_write,
         snapshot=call.snapshot_quant if training else "none",
         training=training,
         alignment=alignment,
@@ -139,11 +164,13 @@ def planned_shape(
 def operands_of(memory: Tensor, flat: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the token tensors as the kernels take them: contiguous, values in the bank's dtype."""
     index = flat["k_idx"].dtype if flat["k_idx"].dtype == flat["q_idx"].dtype else torch.int64
-    dtypes = dict.fromkeys(("k_idx", "q_idx"), index)
-    dtypes |= dict.fromkeys(("beta", "g"), torch.float32)
-    return {
-        name: tensor.detach().to(dtypes.get(name, memory.dtype)).contiguous() for name, tensor in flat.items()
-    }
+    wanted = {"k_idx": index, "q_idx": index, "beta": torch.float32, "g": torch.float32}
+    operands = {}
+    for name, tensor in flat.items():
+        dtype = wanted.get(name, memory.dtype)
+        ready = tensor.dtype == dtype and tensor.is_contiguous()
+        operands[name] = tensor if ready else tensor.detach().to(dtype).contiguous()
+    return operands
 
 
 def allocate(buffers: tuple[Buffer, ...], device: torch.device) -> dict[str, Tensor]:
@@ -220,7 +247,7 @@ def training_forward_on_gpu(
     readings : Tensor
         [rows, D].
     saved : Tensor
-        uint8 [bytes]: the buffers of `sdm_rt.plan.forward.kept_buffers`, laid out by ``Arena``.
+        uint8 [bytes]: the buffers of `sdm_rt.plan.forward.kept_buffers`, laid out by `kept_arena`.
     """
     return _advance(memory, flat, call, streams, training=True)
 
@@ -229,7 +256,7 @@ def saved_bytes(memory: Tensor, flat: dict[str, Tensor], call: WriteReadCall) ->
     """Return the bytes that `training_forward_on_gpu` saves, from shapes and dtypes alone."""
     if call.shape.rows == 0 or call.longest == 0 or call.shape.streams == 0:
         return 0
-    return Arena.of(kept_buffers(planned_shape(memory, flat, call, WORD_BYTES, training=True))).bytes
+    return kept_arena(planned_shape(memory, flat, call, WORD_BYTES, training=True)).bytes
 
 
 @dataclass(frozen=True)
@@ -281,8 +308,7 @@ def bind_forward(
         _check_backward(planned, bank.get_device(), call.schedule)
     bound = bound_plan(_PLANNERS[call.schedule], planned, bank.get_device(), forward_constants)
     plan = bound.plan
-    kept = Arena.of(buffer for buffer in plan.buffers if buffer.kept)
-    scratch = Arena.of(buffer for buffer in plan.buffers if not buffer.kept)
+    kept, scratch = kept_arena(planned), plan.scratch
     saved, working = new_arena(kept, device), new_scratch(scratch, device)
     tensors = {
         "memory": bank,

@@ -6,7 +6,13 @@ from dataclasses import replace
 
 from sdm_rt.plan.buffer import Buffer, total_bytes
 from sdm_rt.plan.device import DeviceModel, require_supported
-from sdm_rt.plan.forward import PRODUCT_TILE, product_columns, snapshot_code, vector_values
+from sdm_rt.plan.forward import (
+    PRODUCT_TILE,
+    product_columns,
+    product_threads,
+    snapshot_code,
+    vector_values,
+)
 from sdm_rt.plan.kernel_resources import kernel_resources
 from sdm_rt.plan.launch import Argument, Launch, int32s, pdl_defines, pointers
 from sdm_rt.plan.persistent_backward import choose_backward_schedule, persistent_backward_constants
@@ -167,7 +173,7 @@ def _du_update(shape: WriteReadShape, device: DeviceModel) -> Launch:
         kernel=kernel,
         entry="du_update",
         grid=(shape.streams, ceil_div(D, columns), 1),
-        block=(PRODUCT_TILE // 2 * columns // 4, 1, 1),
+        block=(product_threads(columns), 1, 1),
         arguments=(
             *pointers(*reads, "lam", "grad_v"),
             STEP,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from sdm_rt.plan.launch import Launch
 from sdm_rt.plan.step_plan import StepPlan
@@ -55,11 +55,13 @@ class BoundPlan:
             launch: prepare(launch, gpu, stream, left=len(kernels) - 1 - at)
             for at, launch in enumerate(kernels)
         }
-        # Each launch with the arguments that callers give it.
-        self._takers = tuple(
-            (ready, {argument.name for argument in launch.arguments} & self.names)
-            for launch, ready in prepared.items()
-        )
+        # The launches that take an argument, by its name.
+        self._takers: dict[str, list[PreparedLaunch]] = {name: [] for name in self.names}
+        for launch, ready in prepared.items():
+            for argument in launch.arguments:
+                if argument.name in self.names:
+                    self._takers[argument.name].append(ready)
+        self._unwritten: dict[str, int | float] = {}
         # Each launch with the slots of the arguments that change and their values.
         self._sequence: list[tuple[PreparedLaunch, tuple[tuple[int, int], ...]]] = []
         for step, call in plan.launches():
@@ -76,7 +78,7 @@ class BoundPlan:
         self._replays = Replays(len(self._sequence), lambda: graph.record(self._launch, self._context))
 
     def set(self, values: Mapping[str, int | float]) -> None:
-        """Write arguments by name into every launch that has them; the others keep their values.
+        """Give arguments by name to every launch that has them; the others keep their values.
 
         Raises
         ------
@@ -86,9 +88,17 @@ class BoundPlan:
         if unknown := values.keys() - self.names:
             name = sorted(unknown)[0]
             raise KeyError(f"{self.plan.name}: no launch takes an argument {name!r} from the caller")
-        for launch, names in self._takers:
-            launch.set({name: values[name] for name in names & values.keys()})
-        self._values.update(values)
+        held = self._values
+        changed = {name: value for name, value in values.items() if held[name] != value}
+        held.update(changed)
+        self._unwritten.update(changed)
+
+    def _write(self) -> None:
+        """Write the arguments given since the last write into the launches that take them."""
+        for name, value in self._unwritten.items():
+            for launch in self._takers[name]:
+                launch.set({name: value})
+        self._unwritten.clear()
 
     def _require_arguments(self) -> None:
         if missing := [name for name, value in self._values.items() if value is None]:
@@ -119,24 +129,11 @@ class BoundPlan:
         return False
 
     def _launch(self, stream: int) -> None:
+        self._write()
         for launch, values in self._sequence:
             for slot, value in values:
                 launch.arguments[slot] = value
             launch.run(stream)
-
-    def launches_at(self, step: int) -> Iterator[PreparedLaunch]:
-        """Yield each kernel once, with the arguments of the loop's step ``step`` and of its slab.
-
-        Raises
-        ------
-        ValueError
-            Where an argument was never set.
-        """
-        self._require_arguments()
-        now = {STEP: step, SLAB_STEP: self.plan.slab_step(step)}
-        for launch, _ in self._takers:
-            launch.set({a.name: now[a.name] for a in launch.launch_description.arguments if a.name in now})
-            yield launch
 
     def capture(self, keep: object) -> graph.CapturedLaunches:
         """Capture the whole sequence, with the arguments as they are set, into a CUDA graph.
@@ -159,6 +156,7 @@ class BoundPlan:
             With the driver's error.
         """
         self._require_arguments()
+        self._write()
         sequence = [
             (launch, {launch.launch_description.arguments[slot].name: value for slot, value in values})
             for launch, values in self._sequence

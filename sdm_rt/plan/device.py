@@ -3,7 +3,8 @@
 Sources of the presets: shared memory, threads, blocks and registers per SM are the figures of the compute
 capability (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability", and the CUDA
 toolkit's ``cuda_occupancy.h``); SM counts, L2 sizes and memory bandwidth are the product's data sheet, except
-for the H200, whose L2 size and bandwidth were measured (4.25 TB/s is a device copy, bytes read plus written).
+for the H200, whose L2 size and bandwidth were measured (4.25 TB/s is a device copy, bytes read plus written),
+as were the clusters that it runs at once; the H100 has as many SMs and is taken to run as many.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ MIN_COMPUTE_CAPABILITY = (8, 0)
 
 KIB = 1024
 MIB = 1024 * KIB
+GPC_SMS = 16
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,9 @@ class DeviceModel:
         Bytes per second (read plus written) that time floors divide by; 0 where it is unknown.
     bandwidth_source : str
         Where that figure comes from: ``"data sheet"``, ``"measured"`` or ``"memory clock"``.
+    active_clusters : tuple of int
+        How many clusters of 1, 2, .. 8 blocks, each block on an SM of its own, run at once, as the driver
+        says; empty where nobody asked it.
     """
 
     name: str
@@ -64,6 +69,7 @@ class DeviceModel:
     max_blocks_per_sm: int
     memory_bandwidth: float
     bandwidth_source: str = "data sheet"
+    active_clusters: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for field, value in asdict(self).items():
@@ -86,6 +92,16 @@ class DeviceModel:
         """Whether the GPU has thread block clusters (compute capability 9.0 and up)."""
         return self.compute_capability >= (9, 0)
 
+    def clusters_at_once(self, blocks: int) -> int:
+        """Return how many clusters of ``blocks`` blocks run at once, each block on an SM of its own.
+
+        A cluster lies within one GPC, a group of SMs, and GPUs differ in the SMs that a GPC has left. Where
+        the driver was not asked, all GPCs are taken to have 16.
+        """
+        if self.active_clusters:
+            return self.active_clusters[blocks - 1]
+        return self.sm_count if blocks == 1 else self.sm_count // GPC_SMS * (GPC_SMS // blocks)
+
     @property
     def arch(self) -> str:
         """The compile target, for example ``"sm_90"``."""
@@ -98,11 +114,16 @@ class DeviceModel:
 
     def to_dict(self) -> dict[str, object]:
         """Return the fields as JSON values."""
-        return {**asdict(self), "compute_capability": list(self.compute_capability)}
+        lists = {name: list(getattr(self, name)) for name in ("compute_capability", "active_clusters")}
+        return {**asdict(self), **lists}
 
     @classmethod
     def from_attributes(
-        cls, name: str, attributes: Mapping[str, int], memory_bandwidth: float | None = None
+        cls,
+        name: str,
+        attributes: Mapping[str, int],
+        memory_bandwidth: float | None = None,
+        active_clusters: tuple[int, ...] = (),
     ) -> DeviceModel:
         """Make the model of a real device from its CUDA device attributes.
 
@@ -116,6 +137,8 @@ class DeviceModel:
         memory_bandwidth : float, optional
             Bytes per second, where they were measured. Default: the memory clock times the bus width, twice
             (double data rate); some drivers report no clock.
+        active_clusters : tuple of int
+            As of the class.
 
         Raises
         ------
@@ -141,6 +164,7 @@ class DeviceModel:
             max_blocks_per_sm=attributes["MaxBlocksPerMultiprocessor"],
             memory_bandwidth=bandwidth,
             bandwidth_source=source,
+            active_clusters=active_clusters,
         )
 
 
@@ -151,6 +175,7 @@ def _preset(
     l2_bytes: int,
     memory_bandwidth: float,
     bandwidth_source: str = "data sheet",
+    active_clusters: tuple[int, ...] = (),
 ) -> DeviceModel:
     """Complete a product's own figures by those of its compute capability."""
     shared_kib, threads, blocks = {
@@ -174,14 +199,17 @@ def _preset(
         max_blocks_per_sm=blocks,
         memory_bandwidth=memory_bandwidth,
         bandwidth_source=bandwidth_source,
+        active_clusters=active_clusters,
     )
 
+
+_GH100_CLUSTERS = (132, 66, 39, 30, 22, 17, 15, 15)
 
 PRESETS: dict[str, DeviceModel] = {
     "a100": _preset("A100 80GB SXM", (8, 0), 108, 40 * MIB, 2.039e12),
     "rtx4090": _preset("RTX 4090", (8, 9), 128, 72 * MIB, 1.008e12),
-    "h100": _preset("H100 SXM", (9, 0), 132, 50 * MIB, 3.35e12),
-    "h200": _preset("H200", (9, 0), 132, 60 * MIB, 4.25e12, "measured"),
+    "h100": _preset("H100 SXM", (9, 0), 132, 50 * MIB, 3.35e12, active_clusters=_GH100_CLUSTERS),
+    "h200": _preset("H200", (9, 0), 132, 60 * MIB, 4.25e12, "measured", _GH100_CLUSTERS),
     "b200": _preset("B200", (10, 0), 148, 132_644_864, 7.67e12),
     "rtxpro6000": _preset("RTX PRO 6000 Blackwell", (12, 0), 188, 128 * MIB, 1.792e12),
 }

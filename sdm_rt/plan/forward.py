@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 
 from sdm_rt.errors import UnsupportedConfigurationError
-from sdm_rt.plan.buffer import Buffer, total_bytes
+from sdm_rt.plan.buffer import Arena, Buffer, total_bytes
 from sdm_rt.plan.device import DeviceModel, require_supported
 from sdm_rt.plan.launch import MAX_GRID, Argument, Dim3, Launch, int32s, pdl_defines, pointers
-from sdm_rt.plan.persistent import IN_SHARED_MEMORY, choose_schedule, persistent_constants
+from sdm_rt.plan.persistent import IN_SHARED_MEMORY, choose_forward_schedule, persistent_constants
 from sdm_rt.plan.phase1 import (
     RECORD_BYTES,
     capacity,
@@ -36,9 +37,11 @@ __all__ = [
     "forward_constants",
     "gather_kernel",
     "keep_rows_kernel",
+    "kept_arena",
     "kept_buffers",
     "plan_forward",
     "product_columns",
+    "product_threads",
     "snapshot_code",
     "vector_values",
 ]
@@ -52,6 +55,8 @@ PRODUCT_TILE = 64
 PRODUCT_COLUMNS = (64, 32, 16)  # of a block of the products
 WRITE_THREADS = 512
 WRITE_LANES = (16, 8)  # words of a column slice; the wider where its delta fits shared memory
+WRITE_ROWS = {True: 8, False: 2}  # slots of a team in a unit: rows in whole words, rows in single values
+WRITE_SLOT_BYTES = 24  # of a slot under way: its record, the weight and token of its first term
 KEEP_WARPS = 8
 QUANTIZED = ("fp8", "int4")
 SNAPSHOT_CODES = {"none": "1", "bf16": "2", "fp8": "3", "int4": "4"}
@@ -141,6 +146,11 @@ def product_columns(shape: WriteReadShape, device: DeviceModel, need: Callable[[
     return next(busy, fitting[-1])
 
 
+def product_threads(columns: int) -> int:
+    """Return the threads of a block of the products: pairs of rows by two columns, by four in wide blocks."""
+    return PRODUCT_TILE // 2 * columns // (4 if columns > 32 else 2)
+
+
 def dual_matmul_kernel(shape: WriteReadShape, columns: int, triggers: bool) -> KernelSpec:
     """Return the translation unit of the dual matmul for blocks of ``columns`` columns."""
     return KernelSpec(
@@ -173,7 +183,7 @@ def _dual_matmul(shape: WriteReadShape, triggers: bool, device: DeviceModel) -> 
         kernel=dual_matmul_kernel(shape, columns, triggers),
         entry="dual_matmul",
         grid=(shape.streams, ceil_div(D, columns), 1),
-        block=(PRODUCT_TILE // 2 * columns // 4, 1, 1),
+        block=(product_threads(columns), 1, 1),
         arguments=(
             *pointers(*reads, "delta", "readings", "err"),
             *STEPS,
@@ -250,13 +260,19 @@ def write_lanes(shape: WriteReadShape, device: DeviceModel) -> int:
     """Return the words of a column slice of the decay-and-write, whose delta shared memory holds."""
     wide, narrow = WRITE_LANES
     words = ceil_div(shape.head_dim, WORD_BYTES // dtype_bytes(shape.bank_dtype))
-    fits = write_slice_bytes(shape, wide) <= device.shared_memory_per_block
+    fits = write_shared_memory(shape, wide) <= device.shared_memory_per_block
     return wide if words > narrow and fits else narrow
 
 
-def write_slice_bytes(shape: WriteReadShape, lanes: int) -> int:
-    """Return the bytes of delta [C, columns of a slice] in float32."""
-    return 4 * shape.chunk * lanes * WORD_BYTES // dtype_bytes(shape.bank_dtype)
+def write_unit(shape: WriteReadShape, lanes: int) -> int:
+    """Return the slots that a warp of the decay-and-write has in a unit."""
+    return 32 // lanes * WRITE_ROWS[_word_or_value(shape) > 1]
+
+
+def write_shared_memory(shape: WriteReadShape, lanes: int) -> int:
+    """Return the bytes of delta [C, columns of a slice] in float32 and of the slots of two units a warp."""
+    delta = 4 * shape.chunk * lanes * WORD_BYTES // dtype_bytes(shape.bank_dtype)
+    return delta + WRITE_SLOT_BYTES * 2 * WRITE_THREADS // 32 * write_unit(shape, lanes)
 
 
 def decay_write_kernel(shape: WriteReadShape, lanes: int, pdl: bool) -> KernelSpec:
@@ -300,7 +316,7 @@ def _decay_write(shape: WriteReadShape, device: DeviceModel) -> Launch:
         writes=("memory", "snapshot"),
         bytes_moved=2 * floor + kept + small,
         floor_bytes=floor + kept,
-        shared_memory=write_slice_bytes(shape, lanes),
+        shared_memory=write_shared_memory(shape, lanes),
         pdl=device.pdl,
     )
     # One wave of blocks: each fetches delta once. A block has no fewer than two slots a team.
@@ -333,6 +349,12 @@ def _buffers(shape: WriteReadShape) -> tuple[Buffer, ...]:
         Buffer("snapshot", dtype, (chunks, slots, columns), kept=True),
         *((scale,) if dtype == "uint8" else ()),
     )
+
+
+@lru_cache(maxsize=256)
+def kept_arena(shape: WriteReadShape) -> Arena:
+    """Return how what a training call keeps for its backward lies in one block; the same on every GPU."""
+    return Arena.of(kept_buffers(shape))
 
 
 def kept_buffers(shape: WriteReadShape) -> tuple[Buffer, ...]:
@@ -386,7 +408,7 @@ def plan_forward(shape: WriteReadShape, device: DeviceModel, schedule: str | Non
     phase1 = plan_phase1(shape, slab, device)
     prologue, buffers = phase1.launches, (*phase1.buffers, *_buffers(shape))
     step: tuple[Launch, ...] = (_gather(shape), _dual_matmul(shape, triggers, device), decay_write)
-    persistent, note = choose_schedule(shape, device, step, slab, schedule)
+    persistent, note = choose_forward_schedule(shape, device, step, slab, schedule)
     if persistent is None:
         notes = [f"decay_write: {decay_write.blocks} blocks, {wave} fit the GPU at once"]
         step = (_keep_rows(shape), *step) if quantizes(shape) else step

@@ -9,11 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sdm_rt.errors import UnsupportedConfigurationError
 from sdm_rt.plan.buffer import Buffer, total_bytes
+from sdm_rt.plan.column_slices import (
+    MAX_CHUNK_THAT_PAYS,
+    NARROW_SLICE,
+    WIDE_SLICE,
+    PersistentConfig,
+    choose_config,
+    choose_schedule,
+    configs,
+    slice_choices,
+)
 from sdm_rt.plan.device import DeviceModel
-from sdm_rt.plan.launch import MAX_CLUSTER, Argument, Launch, int32s, pointers
-from sdm_rt.plan.persistent import MAX_CHUNK_THAT_PAYS, SCHEDULES, PersistentConfig
+from sdm_rt.plan.launch import Argument, Launch, int32s, pointers
 from sdm_rt.plan.phase1 import RECORD_BYTES, capacity, read_capacity
 from sdm_rt.plan.shapes import WriteReadShape, dtype_bytes
 from sdm_rt.plan.tiling import ceil_div
@@ -30,8 +38,6 @@ __all__ = [
 ]
 
 WORD_BYTES = 16
-WIDE_SLICE, NARROW_SLICE = 256, 128  # bytes of a bank row that a cluster owns; a dot's block is a wide one
-CLUSTERS = (4, 2, 1)  # blocks; the most of them that leave every block an SM
 TILE_ROWS = 32
 TILE_PAIRS = 16  # most pairs of columns in a tile
 TEAM_SLOTS = 4  # of a team under way at once; half as many where gradient rows are the wider ones
@@ -87,13 +93,7 @@ class BackwardSlabs:
 
 
 def _slices(shape: WriteReadShape, phase_a: KernelSpec) -> tuple[int, ...]:
-    """Return the slices to choose from: rows of words under 16 bytes take the narrow one."""
-    words = int(dict(phase_a.defines)["VECTOR"]) * dtype_bytes(shape.bank_dtype)
-    return (WIDE_SLICE, NARROW_SLICE) if words == WORD_BYTES else (NARROW_SLICE,)
-
-
-def _columns(shape: WriteReadShape, config: PersistentConfig) -> int:
-    return config.slice_bytes // dtype_bytes(shape.bank_dtype)
+    return slice_choices(shape, int(dict(phase_a.defines)["VECTOR"]))
 
 
 def _kernel(shape: WriteReadShape, phase_a: KernelSpec, config: PersistentConfig) -> KernelSpec:
@@ -103,7 +103,7 @@ def _kernel(shape: WriteReadShape, phase_a: KernelSpec, config: PersistentConfig
         ("persistent_backward",),
         (
             ("BANK", defines["BANK"]),
-            ("COLUMNS", str(_columns(shape, config))),
+            ("COLUMNS", str(config.columns(shape))),
             ("GRADIENT", defines["GRADIENT"]),
             ("SNAPSHOT", defines["SNAPSHOT"]),
             ("THREADS", str(config.threads)),
@@ -115,21 +115,16 @@ def _kernel(shape: WriteReadShape, phase_a: KernelSpec, config: PersistentConfig
 def persistent_backward_kernels(shape: WriteReadShape, phase_a: KernelSpec) -> tuple[KernelSpec, ...]:
     """Return the translation units that plans choose from in the place of a Phase A and its neighbours."""
     slices = _slices(shape, phase_a)
-    return tuple(_kernel(shape, phase_a, PersistentConfig(one, CLUSTERS[0])) for one in slices)
-
-
-def _own_tokens(shape: WriteReadShape, config: PersistentConfig) -> int:
-    """Return the most tokens that a block owns: pairs, dealt to the blocks in turn."""
-    return 2 * ceil_div(ceil_div(shape.chunk, 2), config.cluster)
+    return tuple(_kernel(shape, phase_a, PersistentConfig(one, 1)) for one in slices)
 
 
 def _shared_memory(
     shape: WriteReadShape, config: PersistentConfig, list_tokens: int, in_place: bool, overlap: bool
 ) -> int:
-    C, columns = shape.chunk, _columns(shape, config)
+    C, columns = shape.chunk, config.columns(shape)
     team_slots = TEAM_SLOTS if shape.gradient_bank_dtype == shape.bank_dtype else TEAM_SLOTS // 2
     units = config.threads // 32 * (32 * WORD_BYTES // config.slice_bytes) * team_slots
-    pairs = min(TILE_PAIRS, config.threads // (columns // 4), _own_tokens(shape, config) // 2)
+    pairs = min(TILE_PAIRS, config.threads // (columns // 4), config.own_tokens(shape) // 2)
     tiles = 2 * TILE_ROWS * pairs * 16
     words = 3 if shape.index_dtype == "int64" else 2  # slot, weight, the other half of an index on its way
     lists = 4 * ceil_div(list_tokens * shape.writes * words, 4) * 4
@@ -140,7 +135,7 @@ def _shared_memory(
 
 def _layouts(shape: WriteReadShape, config: PersistentConfig) -> Iterator[Layout]:
     """Yield the layouts from the fastest to the smallest."""
-    own, warps = _own_tokens(shape, config), config.threads // 32
+    own, warps = config.own_tokens(shape), config.threads // 32
     # One list a warp at least; with more it fetches ahead.
     counts = dict.fromkeys(min(warps * depth, own) for depth in (ceil_div(own, warps), 2, 1))
     for in_place in (False, True):
@@ -151,49 +146,12 @@ def _layouts(shape: WriteReadShape, config: PersistentConfig) -> Iterator[Layout
                 )
 
 
-def _fitting(shape: WriteReadShape, device: DeviceModel, config: PersistentConfig) -> Layout | None:
-    limit = device.shared_memory_per_block
-    return next((layout for layout in _layouts(shape, config) if layout.shared_memory <= limit), None)
-
-
-def _slice_count(shape: WriteReadShape, config: PersistentConfig) -> int:
-    return ceil_div(shape.row_bytes, config.slice_bytes)
-
-
-def _candidates(
-    shape: WriteReadShape, device: DeviceModel, phase_a: KernelSpec
-) -> Iterator[PersistentConfig]:
-    """Yield what the rule would take, and behind it what needs less shared memory."""
-    choices = _slices(shape, phase_a)
-    first = choices[0] if shape.row_bytes > WIDE_SLICE else choices[-1]
-    for slice_bytes in (first, *(one for one in choices if one < first)):
-        sizes = [PersistentConfig(slice_bytes, cluster) for cluster in CLUSTERS]
-        blocks = {one.cluster: shape.streams * _slice_count(shape, one) * one.cluster for one in sizes}
-        cluster = next((size for size in CLUSTERS if blocks[size] <= device.sm_count), CLUSTERS[-1])
-        while cluster <= MAX_CLUSTER:
-            yield PersistentConfig(slice_bytes, cluster)
-            cluster *= 2
-
-
 def _choose(
     shape: WriteReadShape, device: DeviceModel, phase_a: KernelSpec, config: PersistentConfig | None
 ) -> tuple[PersistentConfig, Layout]:
     """Return the configuration and its layout; an UnsupportedConfigurationError says why there is none."""
-    if not device.clusters:
-        raise UnsupportedConfigurationError(
-            f"schedule='persistent' needs thread block clusters (compute capability 9.0), {device.name} has "
-            f"none; use schedule='stepwise'"
-        )
-    candidates = [config] if config is not None else list(_candidates(shape, device, phase_a))
-    for one in candidates:
-        if (layout := _fitting(shape, device, one)) is not None:
-            return one, layout
-    need = min(layout.shared_memory for one in candidates for layout in _layouts(shape, one))
-    raise UnsupportedConfigurationError(
-        f"schedule='persistent' needs {need:,} bytes of shared memory a block in the backward at "
-        f"chunk_size={shape.chunk}; {device.name} allows {device.shared_memory_per_block:,}; use "
-        f"schedule='stepwise' or a smaller chunk_size"
-    )
+    candidates = configs(shape, device, _slices(shape, phase_a)) if config is None else (config,)
+    return choose_config(shape, device, candidates, lambda one: _layouts(shape, one), " in the backward")
 
 
 def _partial_buffers(shape: WriteReadShape, slices: int, steps: int) -> tuple[Buffer, ...]:
@@ -231,7 +189,7 @@ def _walk(
         name="persistent_backward",
         kernel=kernel,
         entry="persistent_backward",
-        grid=(_slice_count(shape, config) * config.cluster, P, 1),
+        grid=(config.slices(shape) * config.cluster, P, 1),
         block=(config.threads, 1, 1),
         cluster=(config.cluster, 1, 1),
         arguments=(
@@ -285,9 +243,8 @@ def plan_persistent_backward(
 ) -> BackwardSlabs:
     """Plan the launches that do the work of a slab of steps.
 
-    Slices are 256 bytes of a row, 128 for rows of up to 256 bytes or of words under 16 bytes; clusters have
-    four blocks, or two or one where the GPU has fewer SMs than that takes. What does not fit takes larger
-    clusters, then narrower slices. A slab is as many steps as leave about 64 MiB of partial sums.
+    Slices and clusters follow `sdm_rt.plan.column_slices.configs`; what does not fit takes larger clusters,
+    then narrower slices. A slab is as many steps as leave about 64 MiB of partial sums.
 
     Parameters
     ----------
@@ -307,7 +264,7 @@ def plan_persistent_backward(
     """
     phase_a = step[2].kernel
     chosen, layout = _choose(shape, device, phase_a, config)
-    slices = _slice_count(shape, chosen)
+    slices = chosen.slices(shape)
     one_step = total_bytes(_partial_buffers(shape, slices, 1))
     slab_steps = min(max(1, PARTIAL_BYTES // one_step), shape.chunks)
     partial_bytes = slab_steps * one_step
@@ -326,8 +283,8 @@ def plan_persistent_backward(
 def pays(shape: WriteReadShape) -> bool:
     """Return whether the persistent schedule is the faster one, as measured on an H200.
 
-    It saves the launches of a step and their ramps; the stepwise kernels read whole rows on all SMs. So it
-    pays where a row is one narrow slice.
+    It saves the launches of a step and their ramps; the stepwise kernels work on all SMs, and sum dots over
+    whole rows. So it pays at chunks of up to 64 tokens where a row is one narrow slice.
     """
     return shape.chunk <= MAX_CHUNK_THAT_PAYS and shape.row_bytes <= NARROW_SLICE
 
@@ -335,62 +292,31 @@ def pays(shape: WriteReadShape) -> bool:
 def choose_backward_schedule(
     shape: WriteReadShape, device: DeviceModel, step: tuple[Launch, ...], schedule: str | None
 ) -> tuple[BackwardSlabs | None, str]:
-    """Choose the schedule of a backward.
+    """Return the persistent schedule, None for the stepwise one, and why.
 
-    Parameters
-    ----------
-    shape, device, step
-        As of `plan_persistent_backward`.
-    schedule : {"stepwise", "persistent"}, optional
-        Forces one. Default: persistent where it can run and `pays`, else stepwise.
-
-    Returns
-    -------
-    slabs : BackwardSlabs or None
-        The persistent schedule; None for the stepwise one.
-    note : str
-        Which one, and why.
-
-    Raises
-    ------
-    ValueError
-        For another name.
-    UnsupportedConfigurationError
-        Where the forced schedule cannot run, saying why.
+    ``schedule`` and the errors are those of `sdm_rt.plan.column_slices.choose_schedule`, the rest that of
+    `plan_persistent_backward`.
     """
-    if schedule not in (None, *SCHEDULES):
-        raise ValueError(f"schedule: expected None or one of {', '.join(SCHEDULES)}, got {schedule!r}")
-    if schedule == "stepwise":
-        return None, "schedule: stepwise, as asked"
-    if schedule is None and not device.clusters:
-        return None, f"schedule: stepwise, since {device.name} has no thread block clusters"
-    if schedule is None and not pays(shape):
-        return None, "schedule: stepwise, by the rule"
-    try:
+
+    def plan() -> tuple[BackwardSlabs, Launch]:
         slabs = plan_persistent_backward(shape, device, step)
-    except UnsupportedConfigurationError as error:
-        if schedule == "persistent":
-            raise
-        return None, f"schedule: stepwise, since {error}"
-    walk = slabs.launches[0]
-    clusters = walk.blocks // walk.cluster[0]
-    why = "as asked" if schedule else "by the rule"
-    return slabs, f"schedule: persistent, {why}; {clusters} clusters of {walk.cluster[0]} blocks"
+        return slabs, slabs.launches[0]
+
+    return choose_schedule(device, schedule, pays(shape), plan)
 
 
 def persistent_backward_constants(
     shape: WriteReadShape, device: DeviceModel, walk: Launch, slab_steps: int
 ) -> dict[str, int]:
     """Return the numbers among the arguments of a slab's launches that the choice fixes."""
-    slice_bytes = int(dict(walk.kernel.defines)["COLUMNS"]) * dtype_bytes(shape.bank_dtype)
-    config = PersistentConfig(slice_bytes, walk.cluster[0], walk.threads)
-    layout = _fitting(shape, device, config)
-    assert layout is not None
+    config, layout = choose_config(
+        shape, device, (PersistentConfig.of(shape, walk),), lambda one: _layouts(shape, one)
+    )
     return {
         "slab_chunks": slab_steps * shape.streams,
         "list_tokens": layout.list_tokens,
         "in_place": int(layout.in_place),
         "overlap": int(layout.overlap),
-        "slices": _slice_count(shape, config),
-        "halves": WIDE_SLICE // slice_bytes,
+        "slices": config.slices(shape),
+        "halves": WIDE_SLICE // config.slice_bytes,
     }

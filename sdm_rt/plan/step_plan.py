@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
-from sdm_rt.plan.buffer import Buffer
+from sdm_rt.plan.buffer import Arena, Buffer
 from sdm_rt.plan.device import DeviceModel
 from sdm_rt.plan.launch import Launch, LibraryCall
 from sdm_rt.plan.table import describe
@@ -143,6 +143,11 @@ class StepPlan:
                 yield index, call
         for call in self.epilogue:
             yield None, call
+
+    @cached_property
+    def scratch(self) -> Arena:
+        """How the buffers that only this plan needs lie in one block."""
+        return Arena.of(buffer for buffer in self.buffers if not buffer.kept)
 
     def total(self, field: Literal["bytes_moved", "floor_bytes"]) -> int:
         """Return the sum of a byte count over the whole sequence."""

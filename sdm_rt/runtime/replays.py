@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
@@ -31,7 +32,7 @@ class _State:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.suspensions = 0
-        self.generation = 0
+        self.all: weakref.WeakSet[Replays] = weakref.WeakSet()
 
 
 _state = _State()
@@ -44,9 +45,10 @@ def suspend_replays(change: int) -> None:
 
 
 def forget_replays() -> None:
-    """Drop all graphs, each when its sequence runs next."""
+    """Drop all graphs, of every thread."""
     with _state.lock:
-        _state.generation += 1
+        for one in _state.all:
+            one.forget()
 
 
 class Replays:
@@ -66,7 +68,12 @@ class Replays:
         self._most = max(1, MOST_NODES // max(launches, 1))
         self._graphs: OrderedDict[Hashable, Recording] = OrderedDict()
         self._seen: OrderedDict[Hashable, None] = OrderedDict()
-        self._generation = _state.generation
+        with _state.lock:
+            _state.all.add(self)
+
+    def forget(self) -> None:
+        """Drop the graphs; a replay under way in another thread ends with the one it has."""
+        self._graphs = OrderedDict()
 
     def replay(self, arguments: Hashable, stream: int) -> bool:
         """Run the sequence as a graph, if one with these arguments exists or is due.
@@ -86,22 +93,20 @@ class Replays:
         """
         if not self._worthwhile or _state.suspensions or not env.flag("SDM_RT_REPLAY"):
             return False
-        if self._generation != _state.generation:
-            self._generation = _state.generation
-            self._graphs.clear()
         if driver.stream_is_capturing(stream):
             return False
         key = (stream, arguments)
-        graph = self._graphs.get(key)
+        graphs = self._graphs
+        graph = graphs.get(key)
         if graph is None:
-            graph = self._capture(key)
+            graph = self._capture(graphs, key)
             if graph is None:
                 return False
-        self._graphs.move_to_end(key)
+        graphs.move_to_end(key)
         graph.replay(stream)
         return True
 
-    def _capture(self, key: Hashable) -> Recording | None:
+    def _capture(self, graphs: OrderedDict[Hashable, Recording], key: Hashable) -> Recording | None:
         if key not in self._seen:
             self._seen[key] = None
             if len(self._seen) > MOST_SEEN:
@@ -109,11 +114,11 @@ class Replays:
             return None
         del self._seen[key]
         try:
-            graph = self._graphs[key] = self._record()
+            graph = graphs[key] = self._record()
         except RuntimeError as error:
             self._worthwhile = False
             warnings.warn(f"calls stay launched kernel by kernel, without a graph: {error}", stacklevel=2)
             return None
-        if len(self._graphs) > self._most:
-            self._graphs.popitem(last=False)
+        if len(graphs) > self._most:
+            graphs.popitem(last=False)
         return graph

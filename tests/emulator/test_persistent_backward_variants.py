@@ -11,8 +11,8 @@ import torch
 
 from sdm_rt.plan import persistent_backward
 from sdm_rt.plan.backward import plan_backward
+from sdm_rt.plan.column_slices import NARROW_SLICE, WIDE_SLICE, PersistentConfig
 from sdm_rt.plan.device import preset
-from sdm_rt.plan.persistent import NARROW_SLICE, WIDE_SLICE, PersistentConfig
 from sdm_rt.plan.persistent_backward import COLUMN_SUM_KERNEL
 from sdm_rt.plan.shapes import BANK_DTYPES, SNAPSHOTS, WriteReadShape, dtype_bytes
 from sdm_rt.runtime.kernel import KernelSpec
@@ -92,9 +92,7 @@ def check(case: Case) -> None:
 def test_variants(dtype: str, D: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By clusters of one block, which are the same kernels; `tests/kernels` has those of more."""
     slice_bytes = WIDE_SLICE if D * dtype_bytes(dtype) > WIDE_SLICE else NARROW_SLICE
-    monkeypatch.setattr(
-        persistent_backward, "_candidates", lambda *_: iter([PersistentConfig(slice_bytes, 1)])
-    )
+    monkeypatch.setattr(persistent_backward, "configs", lambda *_: iter([PersistentConfig(slice_bytes, 1)]))
     chosen = [case for case in CASES if (case.dtype, case.D) == (dtype, D)]
     with ThreadPoolExecutor(PARALLEL_BUILDS) as pool:
         list(pool.map(check, chosen))

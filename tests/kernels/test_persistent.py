@@ -12,8 +12,8 @@ from torch import Tensor
 from sdm_rt.errors import UnsupportedConfigurationError
 from sdm_rt.ops.checks import resolve_streams
 from sdm_rt.plan import kernel_resources, persistent
+from sdm_rt.plan.column_slices import NARROW_SLICE, WIDE_SLICE, PersistentConfig
 from sdm_rt.plan.device import DeviceModel
-from sdm_rt.plan.persistent import NARROW_SLICE, WIDE_SLICE, PersistentConfig
 from tests.emulator.build import Replacement
 from tests.emulator.harness import Call, EmulatorError
 from tests.emulator.harness import run as emulate
@@ -40,7 +40,7 @@ def available(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def cut_into(monkeypatch: pytest.MonkeyPatch, config: PersistentConfig) -> None:
     """Make plans of this cut; the table has no figures of its kernels."""
-    monkeypatch.setattr(persistent, "_candidates", lambda *_: iter([config]))
+    monkeypatch.setattr(persistent, "configs", lambda *_: iter([config]))
     monkeypatch.setitem(kernel_resources.BUDGETS, "persistent_forward.cu", (config.threads, 1))
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from sdm_rt.plan import kernel_resources, persistent_backward
+from sdm_rt.plan.column_slices import NARROW_SLICE, WIDE_SLICE, PersistentConfig
 from sdm_rt.plan.device import DeviceModel
-from sdm_rt.plan.persistent import NARROW_SLICE, WIDE_SLICE, PersistentConfig
 from sdm_rt.plan.persistent_backward import Layout
 from sdm_rt.plan.shapes import WriteReadShape
 from sdm_rt.plan.step_plan import StepPlan
@@ -43,7 +43,7 @@ def available(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def cut_into(monkeypatch: pytest.MonkeyPatch, config: PersistentConfig) -> None:
     """Make plans of this cut; the table has no figures of its kernels."""
-    monkeypatch.setattr(persistent_backward, "_candidates", lambda *_: iter([config]))
+    monkeypatch.setattr(persistent_backward, "configs", lambda *_: iter([config]))
     monkeypatch.setitem(kernel_resources.BUDGETS, "persistent_backward.cu", (config.threads, 1))
 
 

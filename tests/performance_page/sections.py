@@ -13,6 +13,7 @@ from tests.performance_page.records import PHASES, Records, geometric_mean
 __all__ = ["SECTIONS", "goal_table"]
 
 NOT_MEASURED = "Not measured yet.\n"
+PROFILED = ("flagship", "batch", "narrow", "many streams")
 CURVES = {
     "T": "tokens, P = 2, W = R = 64, D = 1,024, S = 65,536",
     "P": "streams, T = 1,024",
@@ -188,26 +189,26 @@ def memory(records: Records) -> str:
 
 
 def kernels(records: Records) -> str:
-    """List the kernels of flagship and batch, each timed alone."""
-    cases = ("flagship", "batch")
-    ours: dict[str, dict[str, float]] = {
-        case: {
-            **(records.figures("forward") or {}).get(case, {}).get("kernels_us", {}),
-            **(records.figures("training") or {}).get(case, {}).get("backward_kernels_us", {}),
-        }
-        for case in cases
-    }
-    names = list(dict.fromkeys(name for case in cases for name in ours[case]))
-    if not names:
+    """List the kernels of training steps as the profiler saw them."""
+    training = records.figures("training") or {}
+    profiles = {case: training[case]["profile"] for case in PROFILED if "profile" in training.get(case, {})}
+    if not profiles:
         return NOT_MEASURED
     theirs = records.reference["kernels_us"]
+    names = dict.fromkeys(name for profile in profiles.values() for name in profile["kernels"])
     rows = []
     for name in names:
         row = [name]
-        for case in cases:
-            row += [number(ours[case].get(name)), number(theirs[case].get(name))]
+        for case, profile in profiles.items():
+            one = profile["kernels"].get(name)
+            row.append(f"{one['launches']} x {number(one['us'])}" if one else "-")
+            row += [number(theirs[case].get(name))] if case in theirs else []
         rows.append(row)
-    return table(["kernel, us", "flagship", "reference", "batch", "reference"], rows)
+    header, busy = ["kernel, launches x us"], ["**any kernel, ms a step**"]
+    for case, profile in profiles.items():
+        header += [case, *(["reference"] if case in theirs else [])]
+        busy += [number(profile["busy_ms"]), *(["-"] if case in theirs else [])]
+    return table(header, [*rows, busy])
 
 
 def decode(records: Records) -> str:

@@ -72,7 +72,7 @@ def test_blocks_are_those_that_the_kernels_are_written_for() -> None:
     for name in ("gwr", "phase_a", "gds"):
         assert launch(plan, name).block == (32 * constant(name, "WARPS"), 1, 1)
     columns = int(defines(FLAGSHIP, "du_update")["COLUMNS"])
-    assert launch(plan, "du_update").block == (constant("du_update", "TILE") // 2 * columns // 4, 1, 1)
+    assert launch(plan, "du_update").block == (constant("du_update", "TILE") // 2 * columns // 2, 1, 1)
     assert launch(plan, "gram_backward").block == (constant("gram_backward", "THREADS"), 1, 1)
 
 

@@ -10,11 +10,11 @@ import pytest
 from sdm_rt.plan import bound
 from sdm_rt.plan.backward import plan_backward
 from sdm_rt.plan.bound import BoundPlan
+from sdm_rt.plan.column_slices import SCHEDULES
 from sdm_rt.plan.decode import plan_decode
 from sdm_rt.plan.device import preset
 from sdm_rt.plan.forward import plan_forward
 from sdm_rt.plan.launch import Launch
-from sdm_rt.plan.persistent import SCHEDULES
 from sdm_rt.plan.reference_backward import plan_reference_backward
 from sdm_rt.plan.shapes import DecodeShape, WriteReadShape
 from sdm_rt.plan.step_plan import StepPlan

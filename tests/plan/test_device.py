@@ -22,6 +22,7 @@ FIGURES = {
     "rtxpro6000": ((12, 0), 188, 101_376, 102_400, 1536, 24, 134_217_728),
 }
 
+H200_CLUSTERS = (132, 66, 39, 30, 22, 17, 15, 15)
 H200_ATTRIBUTES = {
     "ComputeCapabilityMajor": 9,
     "ComputeCapabilityMinor": 0,
@@ -85,12 +86,12 @@ def test_unknown_preset_lists_the_presets() -> None:
 
 
 def test_model_from_attributes_differs_from_the_preset_in_name_and_bandwidth_alone() -> None:
-    model = DeviceModel.from_attributes("NVIDIA H200", H200_ATTRIBUTES)
+    model = DeviceModel.from_attributes("NVIDIA H200", H200_ATTRIBUTES, active_clusters=H200_CLUSTERS)
     assert model.memory_bandwidth == pytest.approx(4.917e12, rel=1e-3)
     assert model.bandwidth_source == "memory clock"
     same = dataclasses.replace(model, name="H200", memory_bandwidth=4.25e12, bandwidth_source="measured")
     assert same == preset("h200")
-    assert DeviceModel.from_attributes("H200", H200_ATTRIBUTES, memory_bandwidth=4.25e12) == preset("h200")
+    assert DeviceModel.from_attributes("H200", H200_ATTRIBUTES, 4.25e12, H200_CLUSTERS) == preset("h200")
 
 
 def test_missing_attribute_is_named() -> None:
@@ -131,3 +132,10 @@ def test_a_driver_without_a_memory_clock_leaves_the_floor_open() -> None:
 
 def test_floor_is_bytes_over_bandwidth() -> None:
     assert preset("h200").floor_us(4_250_000) == pytest.approx(1.0)
+
+
+def test_clusters_at_once_are_the_drivers_or_an_estimate_by_gpcs_of_sixteen_sms() -> None:
+    assert [preset("h200").clusters_at_once(blocks) for blocks in (1, 2, 6, 8)] == [132, 66, 17, 15]
+    unasked = preset("b200")
+    assert not unasked.active_clusters
+    assert [unasked.clusters_at_once(blocks) for blocks in (1, 2, 3, 6, 8)] == [148, 72, 45, 18, 18]

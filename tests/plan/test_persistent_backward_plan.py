@@ -52,10 +52,10 @@ def bytes_by_hand(
 @pytest.mark.parametrize(
     ("case", "slice_bytes", "cluster", "tokens", "in_place", "overlap", "need", "slab_steps"),
     [
-        ("flagship", 256, 4, 16, False, False, 107_776, 64),
-        ("7b", 256, 4, 16, False, False, 210_432, 8),
+        ("flagship", 256, 6, 12, False, False, 102_656, 64),
+        ("7b", 256, 3, 16, False, False, 210_432, 8),
         ("batch", 256, 2, 16, True, True, 227_328, 2),
-        ("narrow", 128, 4, 16, False, False, 65_792, 64),
+        ("narrow", 256, 6, 12, False, False, 98_048, 64),
         ("many_streams", 128, 2, 32, False, False, 80_128, 16),
     ],
 )
@@ -208,7 +208,7 @@ def test_the_table_lists_what_plans_choose_and_nothing_else(target: str) -> None
     devices = [name for name, device in PRESETS.items() if device.arch == target]
     chosen = {COLUMN_SUM_KERNEL}
     for device, dtype, D, alignment, wide in product(
-        devices, BANK_DTYPES, (1, 3, 64, 66, 100, 129, 257, 1024), (2, 4, 8, 16), (False, True)
+        devices, BANK_DTYPES, (1, 3, 32, 64, 66, 100, 129, 257, 1024), (2, 4, 8, 16), (False, True)
     ):
         gradient = "float32" if wide else dtype
         shape = WriteReadShape(
@@ -238,6 +238,6 @@ def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "persistent"]) == 0
     text = capsys.readouterr().out
     assert "persistent_backward.cu:persistent_backward" in text
-    assert "schedule: persistent, as asked; 16 clusters of 4 blocks" in text
+    assert "schedule: persistent, as asked; 16 clusters of 6 blocks, 17 fit at once" in text
     assert main([*command, "stepwise"]) == 0
     assert "persistent_backward" not in capsys.readouterr().out

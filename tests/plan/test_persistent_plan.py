@@ -42,7 +42,7 @@ def bytes_by_hand(
     """Of a block of 512 threads in a cluster of K: ``tokens`` lists, 12 bytes an entry of 64-bit indices."""
     own = 2 * ceil_div(ceil_div(C, 2), K)
     side = min(64, ceil_div(C, 4) * 4)
-    pairs = min(16, 512 // (columns // 4), own // 2)
+    pairs = min(16, 512 // (columns // 2), own // 2)
     slots = 16 * (32 // words) * 8  # under way: warps, rows side by side, rows of a thread
     lists = ceil_div(tokens * (W + R) * 12, 16) * 16
     tiles = 2 * 2 * (2 * pairs) * (side + 4) * 4
@@ -53,10 +53,10 @@ def bytes_by_hand(
 @pytest.mark.parametrize(
     ("case", "slice_bytes", "cluster", "tokens", "in_place", "need"),
     [
-        ("flagship", 256, 4, 16, False, 122_112),
-        ("7b", 256, 4, 32, True, 221_696),
-        ("batch", 256, 4, 8, True, 230_400),
-        ("narrow", 128, 4, 16, False, 79_104),
+        ("flagship", 256, 6, 12, False, 109_568),
+        ("7b", 256, 3, 16, False, 226_816),
+        ("batch", 256, 2, 2, True, 227_328),
+        ("narrow", 256, 6, 12, False, 100_352),
         ("many_streams", 128, 2, 32, False, 112_896),
     ],
 )
@@ -138,11 +138,11 @@ def chosen(shape: WriteReadShape, device: str = "h100") -> tuple[str, str]:
     ("changes", "schedule"),
     [
         ({}, "stepwise"),  # rows of 2,048 bytes; 16 clusters of eight blocks are 128 of 132 SMs
-        ({"training": False}, "persistent"),  # nothing is kept
-        ({"training": False, "chunk": 65}, "stepwise"),
-        ({"training": False, "chunk": 1}, "persistent"),
+        ({"training": False}, "stepwise"),
         ({"head_dim": 128}, "persistent"),  # 256 bytes
+        ({"head_dim": 128, "training": False}, "persistent"),
         ({"head_dim": 128, "chunk": 65}, "stepwise"),
+        ({"head_dim": 128, "chunk": 1}, "persistent"),
         ({"head_dim": 129, "streams": 4}, "persistent"),  # 4 streams of 2 slices by 8 blocks: 64 of 132 SMs
         ({"head_dim": 129, "streams": 5}, "stepwise"),
         ({"streams": 1}, "persistent"),  # 8 slices by 8 blocks: 64
@@ -152,14 +152,17 @@ def chosen(shape: WriteReadShape, device: str = "h100") -> tuple[str, str]:
     ],
 )
 def test_a_call_that_names_no_schedule_follows_the_rule(changes: dict[str, Any], schedule: str) -> None:
-    """Chunks of up to 64 tokens, and nothing kept or rows of up to 256 bytes or half of the SMs idle."""
+    """Chunks of up to 64 tokens, and rows of up to 256 bytes or half of the SMs idle."""
     shape = dataclasses.replace(FLAGSHIP, **changes)
     assert pays(shape, preset("h100")) is (schedule == "persistent")
     found, note = chosen(shape)
     assert found == schedule
     assert note.startswith(f"schedule: {schedule}, by the rule")
     assert plan_forward(shape, preset("h100")) == plan_forward(shape, preset("h100"), None)
-    assert chosen(shape, "a100") == ("stepwise", "schedule: stepwise, without clusters")
+    assert chosen(shape, "a100") == (
+        "stepwise",
+        "schedule: stepwise, since A100 80GB SXM has no thread block clusters",
+    )
 
 
 def test_the_rule_gives_way_where_the_launch_cannot_run() -> None:
@@ -172,17 +175,20 @@ def test_the_rule_gives_way_where_the_launch_cannot_run() -> None:
 
 
 @pytest.mark.parametrize("device", WITH_CLUSTERS)
-def test_large_clusters_where_they_leave_half_of_the_gpu_idle(device: str) -> None:
-    sm_count = preset(device).sm_count
+def test_the_largest_clusters_that_all_run_at_once(device: str) -> None:
+    model = preset(device)
     for streams in (1, 2, 3, 5, 8, 12, 16, 33, 64, 200):
-        shape = dataclasses.replace(FLAGSHIP, streams=streams, head_dim=64)
-        _, launch = planned(shape, device)
-        expected = (
-            8
-            if 2 * 8 * streams <= sm_count
-            else next(k for k in (4, 2, 1) if k * streams <= sm_count or k == 1)
-        )
-        assert launch.cluster == (expected, 1, 1)
+        _, launch = planned(dataclasses.replace(FLAGSHIP, streams=streams, head_dim=64), device)
+        size = launch.cluster[0]
+        assert launch.blocks == streams * size
+        assert streams <= model.clusters_at_once(size) or size == 1
+        assert size == 8 or streams > model.clusters_at_once(size + 1)
+
+
+@pytest.mark.parametrize(("head_dim", "columns"), [(1, 64), (64, 64), (72, 128), (128, 128), (1024, 128)])
+def test_the_widest_slice_that_a_row_fills(head_dim: int, columns: int) -> None:
+    _, launch = planned(dataclasses.replace(FLAGSHIP, head_dim=head_dim))
+    assert dict(launch.kernel.defines)["COLUMNS"] == str(columns)
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -236,7 +242,7 @@ def test_the_table_lists_what_plans_choose_and_nothing_else(target: str) -> None
     devices = [name for name, device in PRESETS.items() if device.arch == target]
     chosen = set()
     for device, dtype, D, alignment in product(
-        devices, BANK_DTYPES, (1, 3, 33, 64, 66, 100, 129, 257, 1024), (2, 4, 8, 16)
+        devices, BANK_DTYPES, (1, 3, 32, 33, 64, 66, 100, 129, 257, 1024), (2, 4, 8, 16)
     ):
         shape = WriteReadShape(1, 300, 16, 8, 8, D, 64, bank_dtype=dtype, alignment=alignment)
         for training, snapshot in ((False, "none"), (True, "none"), (True, "bf16")):
@@ -254,7 +260,7 @@ def test_older_targets_list_none(target: str) -> None:
 def test_the_printed_plan_says_that_the_launch_does_all_steps() -> None:
     text = planned(FLAGSHIP)[0].describe()
     assert "[for the loop]" in text
-    assert "schedule: persistent, as asked; 16 clusters of 4 blocks" in text
+    assert "schedule: persistent, as asked; 16 clusters of 6 blocks, 17 fit at once" in text
     long = dataclasses.replace(FLAGSHIP, tokens=2**17, training=False)
     plan, _ = planned(long)
     assert f"[for each slab of {plan.slab_steps} steps]" in plan.describe()

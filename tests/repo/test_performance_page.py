@@ -50,8 +50,10 @@ def made_up(scale: float = 0.5) -> Records:
             "no_grad_floor_ms": 0.5 * call,
             "no_grad_peak_gib": scale * figures.get("no_grad_peak_gib", 1.0),
         }
-    forward["flagship"]["kernels_us"] = {"gather": 9.5, "dual_matmul": 9.75}
-    training["flagship"]["backward_kernels_us"] = {"gwr": 12.25}
+    kernels = {"gather": {"launches": 512, "us": 9.5}, "gwr": {"launches": 512, "us": 12.25}}
+    training["flagship"]["profile"] = {"span_ms": 12.0, "busy_ms": 11.125, "kernels": kernels}
+    narrow = {"gwr": {"launches": 64, "us": 3.0}}
+    training["narrow"]["profile"] = {"span_ms": 2.0, "busy_ms": 1.5, "kernels": narrow}
     row = {"step_ms": 20.0, "step_host_ms": 1.0, "no_grad_ms": 9.0, "no_grad_host_ms": 0.5}
     floors = {"op_step_floor_ms": 12.0, "op_no_grad_floor_ms": 5.0, "captured_step_ms": 19.0}
     layer = [
@@ -199,7 +201,11 @@ def test_sections_show_the_figures() -> None:
     forward = SECTIONS["forward"](records)
     assert "| flagship | 6.95 (0.50) | - | 3.48 | 22.0 | 13.9 | 0.50 | 0.32 |" in forward
     assert "Not captured as a graph: flagship: RuntimeError: made up." in forward
-    assert "| gather | 9.50 | 16.5 | - | - |" in SECTIONS["kernels"](records)
+    listed = SECTIONS["kernels"](records)
+    assert "| kernel, launches x us | flagship | reference | narrow |" in listed
+    assert "| gather | 512 x 9.50 | 16.5 | - |" in listed
+    assert "| gwr | 512 x 12.2 | - | 64 x 3.00 |" in listed
+    assert "| **any kernel, ms a step** | 11.1 | - | 1.50 |" in listed
     assert "| flagship fp8 | 3.58 | 7.15 | 0.50 | 0.50 | - | - |" in SECTIONS["memory"](records)
     assert "T = 32,768, cuda_graph_step: ValueError: made up." in SECTIONS["layer"](records)
     assert "| T, training | 4 to 64 | 16 | 4.0 | 4.00 (4 to 16) |" in SECTIONS["scaling"](records)

@@ -1,0 +1,85 @@
+"""Training steps of small shapes that reach every variant of the write-read kernels, for compute-sanitizer.
+
+compute-sanitizer --tool racecheck --target-processes all python -m pytest tests/gpu/test_every_variant_gpu.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from sdm_rt import last_dispatch
+from tests.gpu.training import Found, op_step
+from tests.problems import make_problem
+from tests.tolerances import assert_close, assert_same_bits
+
+pytestmark = pytest.mark.gpu
+
+HALF = (torch.bfloat16, torch.float16)
+SNAPSHOTS = ("none", "bf16", "fp8", "int4")
+APPROXIMATE = ("k_val", "g", "q_val", "restored bank")
+# Half a warp a row; single values; words in pieces; one, two and four words of a lane; two slices of a row.
+COLUMNS = (16, 33, 68, 136, 264, 520, 1096)
+
+
+def step(dtype: torch.dtype, columns: int, chunk: int, int32: bool = False, **options: Any) -> Found:
+    """One step of two streams, ragged with 64-bit indices; slots meet in a chunk and across chunks."""
+    problem = make_problem(
+        2,
+        90,
+        5,
+        7,
+        columns,
+        48,
+        seed=columns,
+        writes="repeats",
+        gate_per_write=int32,
+        lengths=None if int32 else (90, 61),
+    ).cast(dtype)
+    changes = {}
+    if int32:
+        changes = {name: getattr(problem, name).cuda().int() for name in ("k_idx", "q_idx")}
+    found = op_step(problem, changes=changes, chunk_size=chunk, **options)
+    for name, tensor in found.items():
+        assert torch.isfinite(tensor).all(), name
+    return found
+
+
+@pytest.mark.parametrize("chunk", [16, 80])
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+def test_snapshots_and_schedules(dtype: torch.dtype, columns: int, chunk: int) -> None:
+    exact = step(dtype, columns, chunk, schedule="stepwise")
+    assert last_dispatch()["schedule"] == "stepwise"
+    for snapshot in SNAPSHOTS:
+        found = step(dtype, columns, chunk, snapshot_quant=snapshot, schedule="stepwise")
+        for name, want in exact.items():
+            if name not in APPROXIMATE:
+                assert_same_bits(f"{snapshot}: {name}", found[name], want)
+    persistent = step(dtype, columns, chunk, schedule="persistent")
+    assert last_dispatch()["schedule"] == "persistent"
+    for name, want in exact.items():
+        assert_same_bits(f"persistent: {name}", persistent[name], want)
+
+
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_wide_gradients_and_indices_of_32_bits(dtype: torch.dtype, columns: int) -> None:
+    exact = step(dtype, columns, 16, int32=True, schedule="stepwise")
+    for schedule in ("stepwise", "persistent"):
+        for snapshot in ("none", "fp8", "int4"):
+            if schedule == "persistent" and snapshot != "none":
+                continue
+            found = step(
+                dtype,
+                columns,
+                16,
+                int32=True,
+                grad_bank_fp32=True,
+                snapshot_quant=snapshot,
+                schedule=schedule,
+            )
+            assert_close(f"{schedule} {snapshot}: memory", found["memory"], exact["memory"], torch.bfloat16)
+            assert_same_bits(f"{schedule} {snapshot}: readings", found["readings"], exact["readings"])

@@ -8,7 +8,8 @@
 //
 // Macros  BANK (float, Bf16, Fp16), GRADIENT (BANK or float), VECTOR (columns of one load), LOADS (words of a lane in a
 //         slice of a row), LANES (of a team: 32, or 16 where a row has at most 16 words).
-// Grid    (blocks that share the slots, P streams).
+// Grid    (blocks that share the slots, streams from first_stream on). Streams of one bank that read the same rows take a
+//         launch each.
 // Block   32 * WARPS threads.
 // Reads   memory [P*S, D] (row_stride values apart); read_slots [chunks, capacity], read_slot_count [chunks], read_terms
 //         [chunks, C R]; grad_readings [rows, D], lengths, cu_seqlens (chunk.cuh); capacity = min(C R, S).
@@ -25,9 +26,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     gds(GRADIENT* gradient_bank, const BANK* memory, const ReadSlot* read_slots, const int* read_slot_count,
         const ReadTerm* read_terms, const BANK* grad_readings, const void* lengths, const void* cu_seqlens,
         float* d_q_w, long long row_stride, int step, int P, int T, int C, int R, int S, int D, int shared_bank,
-        int wide) {
+        int wide, int first_stream) {
     const int lane = threadIdx.x % LANES, stride = gridDim.x * WARPS * TEAMS;
-    int p = blockIdx.y;  // renewed in each turn: no address of the chunk's arrays stays in registers
+    int p = first_stream + blockIdx.y;  // renewed in each turn: no address of the chunk's arrays stays in registers
     const auto chunk = [&] { return static_cast<long long>(step) * P + p; };
     const auto term_at = [&](const ReadSlot& of, int e) { return read_terms[chunk() * C * R + of.first + e]; };
     const auto bank_row = [&](const ReadSlot& of) {

@@ -31,7 +31,7 @@ class Problem:
     q_val: Tensor  # [P, T, R]
     grad_readings: Tensor  # [P, T, D]
     grad_bank: Tensor  # [P*S, D]
-    slots: int
+    slots: int  # of a stream; 0: all streams use one bank
     lengths: tuple[int, ...] | None = None
 
     @property
@@ -50,6 +50,8 @@ class Problem:
     def options(self) -> dict[str, object]:
         """The op's keyword arguments that describe the streams."""
         options: dict[str, object] = {"num_memory_slots": self.slots, "num_parallel": self.streams}
+        if self.slots == 0 and self.streams > 1:
+            options["shared_bank"] = True
         if self.lengths is not None:
             options["lengths"] = torch.tensor(self.lengths)
         return options

@@ -101,4 +101,4 @@ def _decorate(axes: Axes, title: str, ylabel: str) -> None:
     axes.set_ylabel(ylabel)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+    axes.legend(frameon=True, edgecolor="none", framealpha=0.9)

@@ -183,8 +183,7 @@ def sdm_write_read(
         True asserts gates per write, False gates per token.
     shared_bank : bool
         With one bank for several streams: the caller promises that rows written by one stream are touched by
-        no other. Verified on the CPU.
-        Gradients on CPU tensors only.
+        no other. Verified on the CPU. A backward on a GPU takes the read rows of one stream after another.
     grad_bank_fp32 : bool
         Keep the gradient of a half-precision bank in float32 during the backward. The CPU always does.
     return_final_bank : bool

@@ -102,16 +102,9 @@ def planned_shape(
     Raises
     ------
     UnsupportedConfigurationError
-        For more slots a stream than the kernels can number, and for training with one bank for several
-        streams.
+        For more slots a stream than the kernels can number.
     """
     shape = call.shape
-    if training and shape.shared_bank and shape.streams > 1:
-        # Streams may read one row; their gradients of it would be added by several blocks at once.
-        raise UnsupportedConfigurationError(
-            "shared_bank: one bank for several streams has gradients on CPU tensors only; give each stream "
-            "its own rows (num_memory_slots), or call under torch.no_grad()"
-        )
     if shape.slots > MAX_SLOTS:
         raise UnsupportedConfigurationError(
             f"memory: {shape.slots} slots a stream are more than the kernels' {MAX_SLOTS}; use more streams "
@@ -158,6 +151,7 @@ def _shape_of(
         snapshot=call.snapshot_quant if training else "none",
         training=training,
         alignment=alignment,
+        shared_bank=training and call.shape.shared_bank and call.shape.streams > 1,
     )
 
 

@@ -43,6 +43,7 @@ GRAM_THREADS = 256
 GRAM_TILE = 64
 
 STEP = Argument("step", "int32", step_dependent=True)
+FIRST_STREAM = "first_stream"
 
 
 def _dtypes(shape: WriteReadShape) -> tuple[tuple[str, str], ...]:
@@ -75,12 +76,13 @@ def _one_wave(launch: Launch, shape: WriteReadShape, device: DeviceModel, slots:
     A stream has one block at least, and no more than give each of its ``slots`` a team.
     """
     teams = ROW_WARPS * 32 // row_lanes(shape)
-    share = launch.occupancy(device).wave(device) // shape.streams
+    streams = launch.grid[1]
+    share = launch.occupancy(device).wave(device) // streams
     blocks = max(1, min(share, ceil_div(slots, teams)))
     turns = ceil_div(slots, blocks * teams)
     owner = "a warp" if row_lanes(shape) == 32 else "half a warp"
     note = f"{blocks} blocks a stream, at most {turns} slots {owner}; {launch.note}"
-    return replace(launch, grid=(blocks, shape.streams, 1), note=note)
+    return replace(launch, grid=(blocks, streams, 1), note=note)
 
 
 def _columns_of_a_load(shape: WriteReadShape, most: int) -> int:
@@ -250,25 +252,33 @@ def gds_kernel(shape: WriteReadShape, pdl: bool) -> KernelSpec:
     )
 
 
-def _gds(shape: WriteReadShape, device: DeviceModel) -> Launch:
-    floor = shape.read_rows * (shape.row_bytes + 2 * shape.gradient_row_bytes)
-    small = shape.read_rows * RECORD_BYTES
-    small += shape.step_tokens * ((RECORD_BYTES + 4) * shape.reads + shape.row_bytes)
+def _gds(shape: WriteReadShape, device: DeviceModel) -> tuple[Launch, ...]:
+    """Return the launch for all streams, or one for each where they read rows of one bank."""
+    every = _gds_of(shape, device, shape.streams, FIRST_STREAM)
+    if not shape.shared_bank:
+        return (every,)
+    return tuple(_gds_of(shape, device, 1, f"{FIRST_STREAM}_{stream}") for stream in range(shape.streams))
+
+
+def _gds_of(shape: WriteReadShape, device: DeviceModel, streams: int, first: str) -> Launch:
+    rows, tokens = (total // shape.streams * streams for total in (shape.read_rows, shape.step_tokens))
+    floor = rows * (shape.row_bytes + 2 * shape.gradient_row_bytes)
+    small = rows * RECORD_BYTES + tokens * ((RECORD_BYTES + 4) * shape.reads + shape.row_bytes)
     reads = ("gradient_bank", "memory", "read_slots", "read_slot_count", "read_terms", "grad_readings")
-    streams = ("lengths", "cu_seqlens")
+    lengths = ("lengths", "cu_seqlens")
     launch = Launch(
         name="gds",
         kernel=gds_kernel(shape, device.pdl),
         entry="gds",
-        grid=(1, shape.streams, 1),
+        grid=(1, streams, 1),
         block=(32 * ROW_WARPS, 1, 1),
         arguments=(
-            *pointers(*reads, *streams, "d_q_w"),
+            *pointers(*reads, *lengths, "d_q_w"),
             Argument("row_stride", "int64"),
             STEP,
-            *int32s("P", "T", "C", "R", "S", "D", "shared_bank", "wide"),
+            *int32s("P", "T", "C", "R", "S", "D", "shared_bank", "wide", first),
         ),
-        reads=(*reads, *streams, "d_q_w"),
+        reads=(*reads, *lengths, "d_q_w"),
         writes=("gradient_bank", "d_q_w"),
         bytes_moved=floor + small,
         floor_bytes=floor,
@@ -362,7 +372,7 @@ def plan_backward(shape: WriteReadShape, device: DeviceModel, schedule: str | No
         raise ValueError("a backward needs what the forward saves: training must be True, got False")
     if shape.streams == 0 or shape.tokens == 0:
         return StepPlan("backward", device, shape, steps=0, first_step=(), step=(), order="descending")
-    rest = (_du_update(shape, device), _phase_a(shape, device), _gds(shape, device))
+    rest = (_du_update(shape, device), _phase_a(shape, device), *_gds(shape, device))
     first_step: tuple[Launch, ...] = (_gwr(shape, device, pdl=False), *rest)
     step: tuple[Launch, ...] = (_gwr(shape, device, device.pdl), *rest)
     launches, scratch = plan_phase1_backward_launches(shape, device)
@@ -404,6 +414,8 @@ def backward_constants(plan: StepPlan) -> dict[str, int]:
         "grad_gates": shape.writes if shape.gates_per_write else 1,
         "wide_index": int(shape.index_dtype == "int64"),
         "stage_outputs": int(stages_outputs(shape, plan.device)),
+        FIRST_STREAM: 0,
+        **{f"{FIRST_STREAM}_{stream}": stream for stream in range(shape.streams)},
     }
     if plan.schedule == "persistent":
         walk = plan.prologue[0]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from sdm_rt.errors import UnsupportedConfigurationError
 from sdm_rt.plan.buffer import Buffer, total_bytes
 from sdm_rt.plan.column_slices import (
     MAX_CHUNK_THAT_PAYS,
@@ -260,8 +261,13 @@ def plan_persistent_backward(
     Raises
     ------
     UnsupportedConfigurationError
-        For a GPU without clusters, and where shared memory does not suffice.
+        For a GPU without clusters, for several streams of one bank, and where shared memory does not suffice.
     """
+    if shape.shared_bank:
+        raise UnsupportedConfigurationError(
+            "schedule='persistent' walks streams side by side, and streams of one bank may read the same "
+            "rows: their gradients are added in turn, by schedule='stepwise'"
+        )
     phase_a = step[2].kernel
     chosen, layout = _choose(shape, device, phase_a, config)
     slices = chosen.slices(shape)

@@ -137,6 +137,8 @@ class WriteReadShape:
         Whether the forward saves what a backward needs.
     alignment : int
         Bytes, a power of two up to 16, that the start of every bank row is a multiple of.
+    shared_bank : bool
+        Whether several streams read rows of one bank, so that the backward adds their gradients in turn.
 
     Raises
     ------
@@ -158,6 +160,7 @@ class WriteReadShape:
     snapshot: str = "none"
     training: bool = True
     alignment: int = 16
+    shared_bank: bool = False
 
     def __post_init__(self) -> None:
         _check_range("streams", self.streams, 0, 2**31 - 1)

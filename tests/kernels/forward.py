@@ -81,7 +81,8 @@ def planned_forward(
     memory = problem.memory.clone() if bank is None else bank
     lengths = None if problem.lengths is None else torch.tensor(problem.lengths)
     layout = BankLayout.of(memory)
-    shape = resolve_streams(memory, problem.k_idx, problem.slots, problem.streams, False, lengths, None)
+    one_bank = problem.slots == 0
+    shape = resolve_streams(memory, problem.k_idx, problem.slots, problem.streams, one_bank, lengths, None)
     operands = operands_of(memory, flatten_tokens(problem.inputs(), shape))
     call = WriteReadCall(shape, problem.tokens, chunk, snapshot, grad_bank_fp32, schedule)
     plan = plan_forward(planned_shape(memory, operands, call, layout.alignment, training), model, schedule)
@@ -98,7 +99,7 @@ def planned_forward(
         "lengths": lengths,
         "repeats": torch.zeros(1, dtype=torch.int64),
         "row_stride": layout.row_stride,
-        "shared_bank": 0,
+        "shared_bank": int(one_bank),
         "wide": 1,
     }
     calls = []

@@ -9,7 +9,7 @@ import torch
 
 from tests.kernels.backends import BACKENDS, Backend, device_model, require
 from tests.kernels.backward import Trained, backward, backward_definition, train_on_emulator
-from tests.problems import GATES, GRADIENTS, WRITES, Problem, make_problem
+from tests.problems import GATES, GRADIENTS, WRITES, Problem, make_problem, run_oracle
 from tests.tolerances import SNAPSHOT_GRADIENT, assert_same_bits, relative_error
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -174,6 +174,30 @@ def test_streams_beside_change_no_bit(backend: Backend) -> None:
         part = whole.gradients[name]
         part = part[30:60] if name == "memory" else part[1:2]
         assert_same_bits(name, one.gradients[name], part)
+
+
+@pytest.mark.parametrize("bank_gradient", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_streams_of_one_bank_may_read_the_same_rows(
+    backend: Backend, dtype: torch.dtype, bank_gradient: bool
+) -> None:
+    """Rows 7, 15 and 23 are written by nobody and read by all; the others by the stream that owns them."""
+    problem = make_problem(3, 37, 3, 4, 24, 8, seed=4, writes="repeats", lengths=(37, 16, 30))
+    drawn = torch.Generator().manual_seed(1)
+    common = torch.randint(3, problem.q_idx.shape, generator=drawn) * 8 + 7
+    real = problem.real()[:, :, None]
+    k_idx = torch.where(real & (problem.k_idx % 8 == 7), problem.k_idx - 1, problem.k_idx)
+    q_idx = torch.where(real & (torch.arange(4) < 3), common, problem.q_idx)
+    problem = replace(problem, k_idx=k_idx, q_idx=q_idx, slots=0).cast(dtype)
+    got = backward(backend, problem, 16, bank_gradient=bank_gradient)
+    rounded = None if dtype == torch.float32 else dtype
+    want = run_oracle(problem, bank_gradient=bank_gradient, round_rows=rounded, round_every=16)
+    assert want.gradients["memory"][[7, 15, 23]].abs().min() > 0
+    compare(got, want.gradients, dict.fromkeys(GRADIENTS, 2 * BOUNDS[dtype]))
+    assert_same_bits("the restored bank", got.restored, problem.memory)
+    again = backward(backend, problem, 16, bank_gradient=bank_gradient, seed=1)
+    for name in GRADIENTS:
+        assert_same_bits(name, again.gradients[name], got.gradients[name])
 
 
 def test_nan_reaches_no_other_stream_and_no_other_column(backend: Backend) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from sdm_rt.errors import UnsupportedConfigurationError
 from sdm_rt.plan import backward
 from sdm_rt.plan.backward import backward_constants
 from sdm_rt.plan.device import PRESETS, DeviceModel, preset
@@ -80,7 +81,7 @@ def test_constants_name_every_number_that_a_shape_fixes() -> None:
     plan = plan_backward(SMALL, preset("h100"))
     numbers = {a.name for one in plan.kernels() for a in one.arguments if a.kind != "pointer"}
     assert backward_constants(plan).keys() == numbers - {"step", "row_stride", "shared_bank", "wide"}
-    values = {"P": 2, "T": 150, "C": 64, "W": 8, "R": 9, "D": 128, "S": 256}
+    values = {"P": 2, "T": 150, "C": 64, "W": 8, "R": 9, "D": 128, "S": 256, "first_stream": 0}
     assert backward_constants(plan) == {**values, "grad_gates": 1, "wide_index": 1, "stage_outputs": 1}
     other = dataclasses.replace(SMALL, gates_per_write=True, index_dtype="int32")
     changed = backward_constants(plan_backward(other, preset("h100")))
@@ -283,3 +284,22 @@ def test_a_word_is_16_bytes_of_the_banks_format() -> None:
     for dtype in BANK_DTYPES:
         shape = dataclasses.replace(SMALL, bank_dtype=dtype, gradient_bank_dtype="float32")
         assert backward.row_word(shape) * dtype_bytes(dtype) == 16
+
+
+def test_streams_of_one_bank_take_a_gds_each_in_order() -> None:
+    shape = dataclasses.replace(FLAGSHIP, streams=3, shared_bank=True)
+    plan = plan_backward(shape, preset("h100"))
+    names = ["gwr", "du_update", "phase_a", "gds", "gds", "gds"]
+    assert [launch.name for launch in plan.step] == [launch.name for launch in plan.first_step] == names
+    turns = [launch for launch in plan.step if isinstance(launch, Launch) and launch.name == "gds"]
+    constants = backward_constants(plan)
+    assert [constants[turn.arguments[-1].name] for turn in turns] == [0, 1, 2]
+    separate = plan_backward(dataclasses.replace(shape, shared_bank=False), preset("h100"))
+    (together,) = (launch for launch in separate.step if isinstance(launch, Launch) and launch.name == "gds")
+    assert together.arguments[-1].name == "first_stream"
+    assert sum(turn.floor_bytes for turn in turns) == together.floor_bytes
+    assert [turn.grid[1] for turn in turns] == [1, 1, 1]
+    with pytest.raises(UnsupportedConfigurationError, match="streams of one bank may read the same rows"):
+        backward.plan_backward(shape, preset("h100"), "persistent")
+    narrow = dataclasses.replace(shape, head_dim=64)
+    assert backward.plan_backward(narrow, preset("h100")).schedule == "stepwise"

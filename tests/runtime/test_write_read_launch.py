@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sdm_rt import UnsupportedConfigurationError
 from sdm_rt.ops.checks import flatten_tokens, resolve_streams
 from sdm_rt.ops.write_read_call import WriteReadCall
 from sdm_rt.ops.write_read_launch import operands_of, planned_shape, saved_bytes
@@ -13,15 +12,15 @@ from tests.problems import make_problem
 
 
 @pytest.mark.parametrize(("streams", "shared"), [(2, True), (1, True), (2, False)])
-def test_one_bank_for_several_streams_has_no_gradients(streams: int, shared: bool) -> None:
+def test_a_training_call_of_several_streams_on_one_bank_says_so_in_its_shape(
+    streams: int, shared: bool
+) -> None:
     problem = make_problem(streams, 5, 3, 2, 8, 9).cast(torch.bfloat16)
     slots = 0 if shared else problem.slots
     shape = resolve_streams(problem.memory, problem.k_idx, slots, streams, shared, None, None)
     operands = operands_of(problem.memory, flatten_tokens(problem.inputs(), shape))
     call = WriteReadCall(shape, 5, 64, "none", False, None)
-    assert planned_shape(problem.memory, operands, call, 16, training=False).streams == streams
-    if shared and streams > 1:
-        with pytest.raises(UnsupportedConfigurationError, match=r"shared_bank: .* CPU tensors only"):
-            saved_bytes(problem.memory, operands, call)
-    else:
-        assert saved_bytes(problem.memory, operands, call) > 0
+    assert not planned_shape(problem.memory, operands, call, 16, training=False).shared_bank
+    several = shared and streams > 1
+    assert planned_shape(problem.memory, operands, call, 16, training=True).shared_bank is several
+    assert saved_bytes(problem.memory, operands, call) > 0

@@ -17,7 +17,18 @@
 #include "entries.cuh"
 
 #define ROWS 8
+#define AHEAD 4  // lanes of a token whose partners are under way at once
 #define ALL 0xffffffffu
+
+static __device__ __forceinline__ Partners of_lane(const Partners& x, int lane) {
+    int word[4];
+    memcpy(word, &x, sizeof(x));
+#pragma unroll
+    for (int w = 0; w < 4; ++w) word[w] = __shfl_sync(ALL, word[w], lane);
+    Partners got;
+    memcpy(&got, word, sizeof(got));
+    return got;
+}
 
 extern "C" __global__ void __launch_bounds__(32 * ROWS)
     phase1_gram(const int* partner_at, const Partners* partners, const EntryRecord* write_entries, const BANK* k_val,
@@ -41,35 +52,53 @@ extern "C" __global__ void __launch_bounds__(32 * ROWS)
         partners += n * C * (W + R);
         write_entries += n * C * W;
         const int last = query ? i : i - 1;  // a token does not retrieve its own write
+        // Adds the first 32 entries of a range, one a lane; then comes the rest of it.
+        const auto add_range = [&](const Partners& range, float weight, EntryRecord entry) {
+            const LogDecay l = range.log();
+            for (int first = range.begin(); first < range.end(); first += 32) {
+                if (first > range.begin() && first + thread < range.end()) entry = write_entries[first + thread];
+                int token = C;
+                float term = 0.0f;
+                if (first + thread < range.end()) {
+                    token = entry.token();
+                    if (token <= last) term = weight * entry.weight * exp_of(l - entry.log());
+                }
+                // Entries of one token follow each other: with repeats they take turns.
+                const int before = __shfl_up_sync(ALL, token, 1);
+                const bool repeat = thread > 0 && before == token && token <= last;
+                if (__any_sync(ALL, repeat)) {
+                    for (int turn = 0; turn < 32; ++turn) {
+                        if (turn == thread && token <= last) row[token] += term;
+                        __syncwarp();
+                    }
+                } else if (token <= last) {
+                    row[token] += term;
+                }
+                __syncwarp();
+            }
+        };
         for (int base = 0; base < lanes; base += 32) {
             const int lane = base + thread;
-            const int mine = lane < lanes ? partner_at[lane] : -1;
-            for (unsigned left = __ballot_sync(ALL, mine >= 0); left != 0; left &= left - 1) {
-                const int source = __ffs(left) - 1;
-                const Partners range = partners[__shfl_sync(ALL, mine, source)];
-                const float weight = to_float(value[base + source]);
-                const LogDecay l = range.log();
-                for (int first = range.begin(); first < range.end(); first += 32) {
-                    int token = C;
-                    float term = 0.0f;
-                    if (first + thread < range.end()) {
-                        const EntryRecord entry = write_entries[first + thread];
-                        token = entry.token();
-                        if (token <= last) term = weight * entry.weight * exp_of(l - entry.log());
-                    }
-                    // Entries of one token follow each other: with repeats they take turns.
-                    const int before = __shfl_up_sync(ALL, token, 1);
-                    const bool repeat = thread > 0 && before == token && token <= last;
-                    if (__any_sync(ALL, repeat)) {
-                        for (int turn = 0; turn < 32; ++turn) {
-                            if (turn == thread && token <= last) row[token] += term;
-                            __syncwarp();
-                        }
-                    } else if (token <= last) {
-                        row[token] += term;
-                    }
-                    __syncwarp();
+            const int at = lane < lanes ? partner_at[lane] : -1;
+            Partners mine{};
+            float my_weight = 0.0f;
+            if (at >= 0) mine = partners[at], my_weight = to_float(value[lane]);
+            for (unsigned left = __ballot_sync(ALL, at >= 0); left != 0;) {
+                Partners range[AHEAD];
+                EntryRecord entry[AHEAD];
+                float weight[AHEAD];
+#pragma unroll
+                for (int k = 0; k < AHEAD; ++k) {
+                    const int source = left != 0 ? __ffs(left) - 1 : 0;
+                    range[k] = of_lane(mine, source), weight[k] = __shfl_sync(ALL, my_weight, source);
+                    if (left == 0) range[k].count = 0;
+                    left &= left - 1;
+                    entry[k] = EntryRecord{};
+                    const int first = range[k].begin() + thread;
+                    if (first < range[k].end()) entry[k] = write_entries[first];
                 }
+#pragma unroll
+                for (int k = 0; k < AHEAD; ++k) add_range(range[k], weight[k], entry[k]);
             }
         }
     }

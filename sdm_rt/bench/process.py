@@ -12,13 +12,15 @@ __all__ = ["usable_cores", "wait_seconds"]
 HIDDEN_VARIABLES = ("SDM_RT_PRECOMPILED", "SDM_RT_JIT")
 CACHE_VARIABLES = ("SDM_RT_CACHE_DIR", "CUPY_CACHE_DIR", "CUDA_CACHE_PATH")
 
-# The imports of torch, CuPy and this package do not count, nor does `{prepare}`: it makes inputs on the GPU.
+# The imports of torch, CuPy and this package do not count, nor does `{prepare}`, which makes inputs on the
+# GPU, nor what PyTorch imports by itself in the first backward of a process, SymPy among it.
 PROGRAM = """
 import os, sys
 if len(sys.argv) > 1:
     os.sched_setaffinity(0, [int(core) for core in sys.argv[1:]])
 import time
 import torch, cupy
+import torch.fx.experimental.symbolic_shapes
 import sdm_rt
 {prepare}
 torch.cuda.synchronize()

@@ -68,7 +68,7 @@ class _Graph:
 
     def is_current(self) -> bool:
         """Return whether no source was edited since."""
-        return all(kernels().is_current(spec) for spec in self.specs)
+        return kernels().are_current(self.specs)
 
     def replay(self, op: str, stream: int) -> None:
         """Launch on a stream and tell `last_dispatch`."""

@@ -63,13 +63,14 @@ class Case:
 def cases() -> Iterator[Case]:
     for dtype in BANK_DTYPES:
         word = WORD_BYTES // dtype_bytes(dtype)
-        for loads in (1, 2, 4):  # words of a row that a lane holds
-            first = (loads // 2) * WARP * word
+        # Words of a row: half a warp's, a warp's, two and four of each lane.
+        for words in (0, WARP // 2, WARP, 2 * WARP):
+            first = words * word
             for D in (first + word, first + 1):
                 yield Case(dtype, D, ONE_SM["h100"])
                 for snapshot in SNAPSHOTS[1:]:
                     yield Case(dtype, D, ONE_SM["h100"], snapshot=snapshot)
-                if dtype == "float32" or loads == 4:
+                if dtype == "float32" or words == 2 * WARP:
                     continue
                 for snapshot in SNAPSHOTS:
                     yield Case(dtype, D, ONE_SM["h100"], True, snapshot)

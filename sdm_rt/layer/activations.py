@@ -77,8 +77,30 @@ def is_same_softmax(first: nn.Module, second: nn.Module) -> bool:
     return (
         type(first) is type(second) is ScaledSoftmax
         and first.scale == second.scale
-        and not (first._forward_hooks or first._forward_pre_hooks)
-        and not (second._forward_hooks or second._forward_pre_hooks)
+        and not (_is_watched(first) or _is_watched(second) or _has_global_hooks())
+    )
+
+
+def _is_watched(module: nn.Module) -> bool:
+    """Whether a call of the module does more, or other things, than its class says."""
+    state = module.__dict__
+    return bool(
+        state["_forward_hooks"]
+        or state["_forward_pre_hooks"]
+        or state["_backward_hooks"]
+        or state["_backward_pre_hooks"]
+        or "forward" in state
+    )
+
+
+def _has_global_hooks() -> bool:
+    """Whether hooks of all modules are registered (``torch.nn.modules.module.register_module_*_hook``)."""
+    hooks = nn.modules.module
+    return bool(
+        hooks._global_forward_hooks
+        or hooks._global_forward_pre_hooks
+        or hooks._global_backward_hooks
+        or hooks._global_backward_pre_hooks
     )
 
 

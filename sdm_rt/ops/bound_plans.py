@@ -22,7 +22,7 @@ Shape = TypeVar("Shape", bound=PlannedShape)
 
 class _Memo(threading.local):
     def __init__(self) -> None:
-        self.plans: dict[Any, BoundPlan] = {}
+        self.plans: dict[Any, tuple[BoundPlan, int]] = {}  # with the generation of their kernels
 
 
 _memo = _Memo()
@@ -40,10 +40,12 @@ def bound_plan(
     fixes; they are written when the plan is bound.
     """
     key = (planner, shape, index, env.flag("SDM_RT_PDL"))
-    bound = _memo.plans.get(key)
-    if bound is None or not kernels().are_current(bound.specs):
+    bound, generation = _memo.plans.get(key, (None, 0))
+    if bound is None or not kernels().are_current(bound.specs, generation):
+        generation = kernels().generation
         plan = planner(shape, device_model(index))
-        bound = _memo.plans[key] = BoundPlan(plan, device.gpu(index), current_stream(index))
+        bound = BoundPlan(plan, device.gpu(index), current_stream(index))
         if constants is not None:
             bound.set(constants(plan))
+        _memo.plans[key] = bound, generation
     return bound

@@ -82,8 +82,8 @@ class _Ready:
     ----------
     launch : PreparedLaunch
         The launch with all arguments but the pointers written.
-    spec : KernelSpec
-        Its kernel, to ask whether the source was edited.
+    spec, generation : KernelSpec, int
+        Its kernel and that one's generation, to ask whether the source was edited.
     copies : tuple
         (position in OPERANDS, dtype) of the operands that are handed over as contiguous copies.
     copies_bank : bool
@@ -98,6 +98,7 @@ class _Ready:
 
     launch: PreparedLaunch
     spec: KernelSpec
+    generation: int
     copies: tuple[tuple[int, torch.dtype], ...]
     copies_bank: bool
     checked: bool
@@ -155,7 +156,7 @@ def decode_on_gpu(
         os.environ.get("SDM_RT_CHECK"),
     )
     ready = _memo.ready.get(key)
-    if ready is None or not kernels().is_current(ready.spec):
+    if ready is None or not kernels().are_current((ready.spec,), ready.generation):
         check(False)
         if memory.dtype == torch.float64:
             raise TypeError(
@@ -271,6 +272,7 @@ def _prepare(memory: Tensor, operands: tuple[Tensor, ...], lengths: Tensor | Non
     gpu: Gpu = device.gpu(memory.get_device())
     planned = plan_call(memory, operands, lengths, device_model(gpu.index))
     (description,) = planned.plan.kernels()
+    generation = kernels().generation
     launch = prepare(description, gpu, current_stream(gpu.index))
     launch.set(planned.numbers)
     dispatch = {
@@ -282,6 +284,7 @@ def _prepare(memory: Tensor, operands: tuple[Tensor, ...], lengths: Tensor | Non
     return _Ready(
         launch=launch,
         spec=description.kernel,
+        generation=generation,
         copies=planned.copies,
         copies_bank=planned.copies_bank,
         checked=env.flag("SDM_RT_CHECK"),

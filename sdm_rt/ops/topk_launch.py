@@ -33,6 +33,7 @@ class _Ready:
 
     launch: PreparedLaunch
     spec: KernelSpec
+    generation: int  # of its kernel
     selected: tuple[int, ...]  # the shape of values and slots
     dispatch: dict[str, Any]
 
@@ -62,7 +63,8 @@ def _ready(entry: str, scores: Tensor, factors: Sequence[int], k: int) -> _Ready
     index = scores.get_device()
     key = (entry, scores.shape, scores.dtype, index, *factors, k)
     ready = _memo.ready.get(key)
-    if ready is None or not kernels().is_current(ready.spec):
+    if ready is None or not kernels().are_current((ready.spec,), ready.generation):
+        generation = kernels().generation
         rows = scores.numel() // scores.shape[-1]
         shape = TopkShape(rows, tuple(factors), k, BANK_NAMES[scores.dtype])
         plan = _PLANNERS[entry](shape, device_model(index))
@@ -70,7 +72,7 @@ def _ready(entry: str, scores: Tensor, factors: Sequence[int], k: int) -> _Ready
         launch = prepare(planned, device.gpu(index), current_stream(index))
         launch.set({"rows": rows})
         dispatch = {"op": "product_key_topk", "path": "gpu", "plan": plan}
-        ready = _Ready(launch, planned.kernel, (*scores.shape[:-1], shape.selected), dispatch)
+        ready = _Ready(launch, planned.kernel, generation, (*scores.shape[:-1], shape.selected), dispatch)
         _memo.ready[key] = ready
     return ready
 

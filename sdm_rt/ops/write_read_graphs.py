@@ -59,16 +59,18 @@ class _Graph:
 
     launches: CapturedLaunches
     specs: tuple[KernelSpec, ...]
+    generation: int
     plan: StepPlan
 
     @classmethod
     def of(cls, bound: BoundCall) -> _Graph:
         """Capture a bound call; the graph holds what it addresses."""
-        return cls(bound.plan.capture(bound.tensors), bound.plan.specs, bound.plan.plan)
+        generation = kernels().generation
+        return cls(bound.plan.capture(bound.tensors), bound.plan.specs, generation, bound.plan.plan)
 
     def is_current(self) -> bool:
         """Return whether no source was edited since."""
-        return kernels().are_current(self.specs)
+        return kernels().are_current(self.specs, self.generation)
 
     def replay(self, op: str, stream: int) -> None:
         """Launch on a stream and tell `last_dispatch`."""

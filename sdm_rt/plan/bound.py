@@ -75,7 +75,7 @@ class BoundPlan:
                 )
             values = tuple((at, now[call.arguments[at].name]) for at in changing)
             self._sequence.append((prepared[call], values))
-        self._replays = Replays(len(self._sequence), lambda: graph.record(self._launch, self._context))
+        self._replays = Replays(len(self._sequence))
 
     def set(self, values: Mapping[str, int | float]) -> None:
         """Give arguments by name to every launch that has them; the others keep their values.
@@ -123,10 +123,13 @@ class BoundPlan:
             With the driver's error.
         """
         self._require_arguments()
-        if self._replays.replay(tuple(self._values.values()), stream):
+        if self._replays.replay(tuple(self._values.values()), stream, self._record):
             return True
         self._launch(stream)
         return False
+
+    def _record(self) -> graph.Recording:
+        return graph.record(self._launch, self._context)
 
     def _launch(self, stream: int) -> None:
         self._write()

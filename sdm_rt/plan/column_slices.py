@@ -102,7 +102,8 @@ def configs(shape: WriteReadShape, device: DeviceModel, choices: Iterable[int]) 
         sizes = range(MAX_CLUSTER, 0, -1)
         cluster = next((size for size in sizes if device.clusters_at_once(size) >= clusters), 1)
         for size in range(cluster, MAX_CLUSTER + 1):
-            yield PersistentConfig(slice_bytes, size)
+            if device.clusters_at_once(size):
+                yield PersistentConfig(slice_bytes, size)
 
 
 def leaves_half(shape: WriteReadShape, device: DeviceModel) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import warnings
 from functools import cache
 
 from sdm_rt.runtime import driver
@@ -12,7 +13,6 @@ from sdm_rt.runtime.driver import check, library
 __all__ = ["active_clusters"]
 
 MOST_BLOCKS = 8  # of a cluster that every GPU with clusters can run
-RELAXED = 2  # CUstreamCaptureMode
 # The driver answers for a kernel; this one does nothing, and PTX needs no compiler of ours.
 _PTX = b".version 7.8\n.target sm_90\n.address_size 64\n.visible .entry empty() { ret; }\n"
 
@@ -21,34 +21,31 @@ _PTX = b".version 7.8\n.target sm_90\n.address_size 64\n.visible .entry empty() 
 def active_clusters(index: int) -> tuple[int, ...]:
     """Return how many clusters of 1, 2, .. 8 blocks, each block on an SM of its own, a GPU runs at once.
 
-    Empty for a GPU without clusters (below compute capability 9.0).
-
-    Raises
-    ------
-    RuntimeError
-        With the driver's error.
+    Empty for a GPU without clusters (below compute capability 9.0), and where the driver does not answer, as
+    without its compiler of PTX: plans then estimate (``DeviceModel.clusters_at_once``); a warning says so.
     """
     if attributes(index)["ComputeCapabilityMajor"] < 9:
         return ()
+    try:
+        return _ask(index)
+    except RuntimeError as error:
+        warnings.warn(f"the clusters that the GPU runs at once are estimated: {error}", stacklevel=2)
+        return ()
+
+
+def _ask(index: int) -> tuple[int, ...]:
     shared = attributes(index)["MaxSharedMemoryPerBlockOptin"]  # leaves no room for a second block
-    module, function, mode = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_int(RELAXED)
-    with driver.current_context(driver.primary_context(index)):
-        # Loading a module is allowed beside a capture of this thread in the relaxed mode alone.
-        check(library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "capture mode")
+    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    with driver.current_context(driver.primary_context(index)), driver.relaxed_capture_mode():
+        check(library().cuModuleLoadData(ctypes.byref(module), _PTX), "cuModuleLoadData of an empty kernel")
         try:
-            check(
-                library().cuModuleLoadData(ctypes.byref(module), _PTX), "cuModuleLoadData of an empty kernel"
-            )
-            try:
-                found = library().cuModuleGetFunction(ctypes.byref(function), module, b"empty")
-                check(found, "cuModuleGetFunction")
-                assert function.value is not None
-                driver.set_function_attribute(function.value, "max_dynamic_shared", shared)
-                return tuple(_at_once(function, size, shared) for size in range(1, MOST_BLOCKS + 1))
-            finally:
-                library().cuModuleUnload(module)
+            found = library().cuModuleGetFunction(ctypes.byref(function), module, b"empty")
+            check(found, "cuModuleGetFunction")
+            assert function.value is not None
+            driver.set_function_attribute(function.value, "max_dynamic_shared", shared)
+            return tuple(_at_once(function, size, shared) for size in range(1, MOST_BLOCKS + 1))
         finally:
-            library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+            library().cuModuleUnload(module)
 
 
 def _at_once(function: ctypes.c_void_p, size: int, shared: int) -> int:

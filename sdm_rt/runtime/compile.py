@@ -150,14 +150,15 @@ class Kernels:
         self._lock = threading.RLock()
         self._good: dict[tuple[KernelSpec, int], _Good] = {}
         self._failed: dict[tuple[str, str], str] = {}
+        self.generation = 0
+        """How often a module took the place of an earlier one of its specification."""
 
-    def is_current(self, spec: KernelSpec) -> bool:
-        """Return whether the files of ``spec`` are untouched since it was loaded; a ``stat`` each."""
-        return self._tree.is_current(spec)
+    def are_current(self, specs: Iterable[KernelSpec], generation: int) -> bool:
+        """Return whether modules got at ``generation`` are those of the present sources; a ``stat`` a file.
 
-    def are_current(self, specs: Iterable[KernelSpec]) -> bool:
-        """Return whether the files of all ``specs`` are untouched; one ``stat`` for each file."""
-        return self._tree.are_current(specs)
+        Whoever keeps a module asks this, since another keeper of it may have loaded an edited source already.
+        """
+        return generation == self.generation and self._tree.are_current(specs)
 
     def is_loaded(self, spec: KernelSpec, gpu: Gpu) -> bool:
         """Return whether ``load`` has a module of the current source at hand."""
@@ -207,6 +208,8 @@ class Kernels:
             except KernelCompileError as error:
                 return self._fall_back(good, failure, str(error))
             self._good[spec, gpu.index] = _Good(source.digest, module)
+            if good is not None:
+                self.generation += 1
             return module
 
     def _fall_back(self, good: _Good | None, failure: tuple[str, str], log: str) -> LoadedModule:

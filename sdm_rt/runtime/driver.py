@@ -36,6 +36,7 @@ INVALID_CONTEXT = 201  # CUresult
 INVALID_HANDLE = 400  # CUresult
 CLUSTER_DIMENSION = 4  # CUlaunchAttributeID
 PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
+RELAXED = 2  # CUstreamCaptureMode
 STREAM_CAPTURE_NONE = 0  # CUstreamCaptureStatus
 
 FUNCTION_ATTRIBUTES = {  # CUfunction_attribute
@@ -168,6 +169,17 @@ class current_context:  # noqa: N801 - used as a function
     def __exit__(self, *exception: object) -> None:
         popped = ctypes.c_void_p()
         check(library().cuCtxPopCurrent_v2(ctypes.byref(popped)), "cuCtxPopCurrent")
+
+
+class relaxed_capture_mode:  # noqa: N801 - used as a function
+    """Allow this thread, for a ``with`` block, what a capture of another stream or thread would forbid."""
+
+    def __enter__(self) -> None:
+        self._mode = ctypes.c_int(RELAXED)
+        check(library().cuThreadExchangeStreamCaptureMode(ctypes.byref(self._mode)), "capture mode")
+
+    def __exit__(self, *exception: object) -> None:
+        library().cuThreadExchangeStreamCaptureMode(ctypes.byref(self._mode))
 
 
 def function_attribute(function: int, name: str) -> int:

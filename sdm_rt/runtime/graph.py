@@ -198,7 +198,7 @@ def record(launch_all: Callable[[int], None], context: int) -> Recording:
 def _instantiate(launch_all: Callable[[ctypes.c_void_p], None], context: int) -> tuple[int, int]:
     """Return the graph that a stream of its own captures, and its executable."""
     graph, executable, stream = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
-    with driver.current_context(context):
+    with driver.current_context(context), driver.relaxed_capture_mode():
         check(library().cuStreamCreate(ctypes.byref(stream), NON_BLOCKING), "cuStreamCreate")
         try:
             check(library().cuStreamBeginCapture_v2(stream, THREAD_LOCAL), "cuStreamBeginCapture")

@@ -8,47 +8,110 @@ exactly the memory that the call at hand was given, so it owns nothing and copie
 
 from __future__ import annotations
 
+import itertools
 import threading
 import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 
 from sdm_rt import env
 from sdm_rt.runtime import driver
 from sdm_rt.runtime.graph import Recording
 
-__all__ = ["LEAST_LAUNCHES", "MOST_NODES", "Replays", "forget_replays", "suspend_replays"]
+__all__ = [
+    "IDLE_RUNS",
+    "LEAST_LAUNCHES",
+    "MOST_NODES",
+    "MOST_SEEN",
+    "Replays",
+    "forget_replays",
+    "suspend_replays",
+]
 
 LEAST_LAUNCHES = 16
 """A sequence of fewer launches costs the host less than the look-up and the launch of a graph."""
-MOST_NODES = 32_768
-"""Kernels in all graphs of one sequence; beyond it the graph that was used longest ago is dropped."""
+MOST_NODES = 131_072
+"""Kernels in all graphs of the process."""
+IDLE_RUNS = 512
+"""A graph that was not used in so many runs of any sequence makes room for another one."""
 MOST_SEEN = 64
-"""Argument lists remembered of calls that were not captured."""
+"""Argument lists of a sequence that are remembered of calls that were not captured."""
 
 
-class _State:
+@dataclass
+class _Held:
+    graph: Recording
+    launches: int
+    used: int  # the latest run
+
+
+class _Pool:
+    """All graphs of the process, the one used longest ago first."""
+
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._held: OrderedDict[Hashable, _Held] = OrderedDict()
+        self._nodes = 0
+        self._runs = 0
         self.suspensions = 0
-        self.all: weakref.WeakSet[Replays] = weakref.WeakSet()
+        self.generation = 0
+
+    def find(self, key: Hashable) -> Recording | None:
+        """Return the graph of a key, if there is one; counts a run."""
+        with self._lock:
+            self._runs += 1
+            held = self._held.get(key)
+            if held is None:
+                return None
+            held.used = self._runs
+            self._held.move_to_end(key)
+            return held.graph
+
+    def makes_room(self, launches: int) -> bool:
+        """Drop graphs that nobody uses until so many kernels fit; False where the others are in use."""
+        with self._lock:
+            while self._nodes + launches > MOST_NODES and self._held:
+                key, oldest = next(iter(self._held.items()))
+                if self._runs - oldest.used < IDLE_RUNS:
+                    return False
+                self._drop(key)
+            return launches <= MOST_NODES
+
+    def add(self, key: Hashable, graph: Recording, launches: int) -> None:
+        """Keep a new graph."""
+        with self._lock:
+            self._held[key] = _Held(graph, launches, self._runs)
+            self._nodes += launches
+
+    def forget(self, owner: int | None = None) -> None:
+        """Drop the graphs of one sequence, or all."""
+        with self._lock:
+            self.generation += owner is None
+            for key in [key for key in self._held if owner is None or key[0] == owner]:  # type: ignore[index]
+                self._drop(key)
+
+    def suspend(self, change: int) -> None:
+        with self._lock:
+            self.suspensions += change
+
+    def _drop(self, key: Hashable) -> None:
+        self._nodes -= self._held.pop(key).launches
 
 
-_state = _State()
+_pool = _Pool()
+_owners = itertools.count()
 
 
 def suspend_replays(change: int) -> None:
     """Enter (1) or leave (-1) a span without replays, in every thread; graphs are kept."""
-    with _state.lock:
-        _state.suspensions += change
+    _pool.suspend(change)
 
 
 def forget_replays() -> None:
-    """Drop all graphs, of every thread."""
-    with _state.lock:
-        for one in _state.all:
-            one.forget()
+    """Drop all graphs; a replay under way in another thread ends with the one it has."""
+    _pool.forget()
 
 
 class Replays:
@@ -58,24 +121,16 @@ class Replays:
     ----------
     launches : int
         Of the sequence.
-    record : callable
-        Captures the sequence with its present arguments.
     """
 
-    def __init__(self, launches: int, record: Callable[[], Recording]) -> None:
-        self._record = record
-        self._worthwhile = launches >= LEAST_LAUNCHES
-        self._most = max(1, MOST_NODES // max(launches, 1))
-        self._graphs: OrderedDict[Hashable, Recording] = OrderedDict()
+    def __init__(self, launches: int) -> None:
+        self._launches = launches
+        self._failed_at: int | None = None  # the pool's generation when a capture failed
         self._seen: OrderedDict[Hashable, None] = OrderedDict()
-        with _state.lock:
-            _state.all.add(self)
+        self._owner = next(_owners)
+        weakref.finalize(self, _pool.forget, self._owner)
 
-    def forget(self) -> None:
-        """Drop the graphs; a replay under way in another thread ends with the one it has."""
-        self._graphs = OrderedDict()
-
-    def replay(self, arguments: Hashable, stream: int) -> bool:
+    def replay(self, arguments: Hashable, stream: int, record: Callable[[], Recording]) -> bool:
         """Run the sequence as a graph, if one with these arguments exists or is due.
 
         Parameters
@@ -84,41 +139,40 @@ class Replays:
             All that tells this call from others.
         stream : int
             Where it runs.
+        record : callable
+            Captures the sequence with its present arguments.
 
         Returns
         -------
         bool
-            False: nothing has run. So it is for arguments that come for the first time, and inside a capture,
-            whose graph the launches become part of.
+            False: nothing has run. So it is for arguments that come for the first time, where all graphs that
+            fit are in use, and inside a capture, whose graph the launches become part of.
         """
-        if not self._worthwhile or _state.suspensions or not env.flag("SDM_RT_REPLAY"):
+        if self._launches < LEAST_LAUNCHES or self._failed_at == _pool.generation or _pool.suspensions:
             return False
-        if driver.stream_is_capturing(stream):
+        if not env.flag("SDM_RT_REPLAY") or driver.stream_is_capturing(stream):
             return False
-        key = (stream, arguments)
-        graphs = self._graphs
-        graph = graphs.get(key)
+        key = (self._owner, stream, arguments)
+        graph = _pool.find(key) or self._capture(key, record)
         if graph is None:
-            graph = self._capture(graphs, key)
-            if graph is None:
-                return False
-        graphs.move_to_end(key)
+            return False
         graph.replay(stream)
         return True
 
-    def _capture(self, graphs: OrderedDict[Hashable, Recording], key: Hashable) -> Recording | None:
+    def _capture(self, key: Hashable, record: Callable[[], Recording]) -> Recording | None:
         if key not in self._seen:
             self._seen[key] = None
             if len(self._seen) > MOST_SEEN:
                 self._seen.popitem(last=False)
             return None
+        if not _pool.makes_room(self._launches):
+            return None
         del self._seen[key]
         try:
-            graph = graphs[key] = self._record()
+            graph = record()
         except RuntimeError as error:
-            self._worthwhile = False
+            self._failed_at = _pool.generation
             warnings.warn(f"calls stay launched kernel by kernel, without a graph: {error}", stacklevel=2)
             return None
-        if len(graphs) > self._most:
-            graphs.popitem(last=False)
+        _pool.add(key, graph, self._launches)
         return graph

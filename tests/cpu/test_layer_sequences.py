@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -210,6 +212,38 @@ def test_hooks_of_an_activation_see_its_own_scores(name):
     with torch.no_grad():
         layer(torch.randn(3, 1, 12), cache=layer.create_kv_cache(3, 1, torch.float32))
     assert seen == [(3, 2, 5)]
+
+
+@pytest.mark.parametrize("name", ["write_act", "read_act"])
+def test_a_replaced_forward_of_an_activation_runs_at_one_token_too(name):
+    layer = make_layer(torch.float32)
+    plain = copy.deepcopy(layer)
+    getattr(layer, name).forward = lambda x: 0.5 * torch.softmax(x, dim=-1)
+    x = torch.randn(3, 2, 12)
+    with torch.no_grad():
+        whole, _ = layer(x, cache=layer.create_kv_cache(3, 2, torch.float32))
+        cache = layer.create_kv_cache(3, 2, torch.float32)
+        steps = [layer(x[:, t : t + 1], cache=cache)[0] for t in range(2)]
+        other, _ = plain(x, cache=plain.create_kv_cache(3, 2, torch.float32))
+    assert_close("output", torch.cat(steps, 1), whole, torch.float32)
+    assert not torch.allclose(whole, other)
+
+
+def test_global_hooks_see_both_activations_at_one_token():
+    layer = make_layer(torch.float32)
+    seen = []
+
+    def watch(module, inputs, output):
+        if module in (layer.write_act, layer.read_act):
+            seen.append(module)
+
+    handle = torch.nn.modules.module.register_module_forward_hook(watch)
+    try:
+        with torch.no_grad():
+            layer(torch.randn(3, 1, 12), cache=layer.create_kv_cache(3, 1, torch.float32))
+    finally:
+        handle.remove()
+    assert seen == [layer.write_act, layer.read_act]
 
 
 def test_decode_under_grad_mode_goes_through_the_differentiable_op():

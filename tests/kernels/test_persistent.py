@@ -187,6 +187,8 @@ def test_slabs_change_no_bit(backend: Backend, slab_steps: int, monkeypatch: pyt
     "config",
     [
         PersistentConfig(NARROW_SLICE, 1, 64),
+        PersistentConfig(NARROW_SLICE, 3, 64),
+        PersistentConfig(NARROW_SLICE, 6, 64),
         PersistentConfig(NARROW_SLICE, 8, 64),
         PersistentConfig(WIDE_SLICE, 2, 64),
         PersistentConfig(WIDE_SLICE, 4, 128),

@@ -128,7 +128,7 @@ def test_slots_of_a_token(backend: Backend, W: int, R: int) -> None:
 
 
 @pytest.mark.parametrize("slice_bytes", [NARROW_SLICE, WIDE_SLICE])
-@pytest.mark.parametrize("cluster", [1, 2, 4, 8])
+@pytest.mark.parametrize("cluster", [1, 2, 3, 4, 6, 8])
 def test_slices_and_clusters(
     backend: Backend, cluster: int, slice_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

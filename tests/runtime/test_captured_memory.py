@@ -57,7 +57,9 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Captured, dict[str, 
     monkeypatch.setattr(bound_plans, "device_model", lambda index: preset("h200"))
     monkeypatch.setattr(bound_plans.device, "gpu", lambda index: HOPPER)
     monkeypatch.setattr(bound_plans, "current_stream", lambda index: 7)
-    monkeypatch.setattr(bound_plans, "kernels", lambda: SimpleNamespace(are_current=lambda specs: True))
+    monkeypatch.setattr(
+        bound_plans, "kernels", lambda: SimpleNamespace(are_current=lambda *kept: True, generation=0)
+    )
     monkeypatch.setattr(bound_plans, "_memo", bound_plans._Memo())
     monkeypatch.setattr(write_read_launch, "device_repeats", lambda device: counter)
     monkeypatch.setattr(write_read_graphs, "current_stream", lambda index: 7)

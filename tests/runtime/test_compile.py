@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from sdm_rt.runtime.compile import CupyBuilder, Kernels
 from sdm_rt.runtime.dependencies import load_cupy
 from sdm_rt.runtime.device import Gpu
 from sdm_rt.runtime.kernel import KernelSpec
-from sdm_rt.runtime.sources import expand
+from sdm_rt.runtime.sources import SETTLED_NS, expand
 from tests.runtime.cupy_without_gpu import HOPPER, SMALL_CUH, SPEC, FakeModule
 
 BROKEN = SMALL_CUH + "int broken = no_such_name;\n"
@@ -73,6 +74,19 @@ def test_an_edited_header_is_compiled_at_the_next_call(kernels: Kernels, sources
     second = kernels.load(SPEC, HOPPER)
     assert second is not first
     assert FakeModule.loaded[0] != FakeModule.loaded[1]
+
+
+def test_every_keeper_of_a_module_learns_of_an_edit(kernels: Kernels, sources: Path) -> None:
+    time.sleep(2e-9 * SETTLED_NS)
+    kernels.load(SPEC, HOPPER)
+    first = kernels.generation
+    assert kernels.are_current([SPEC], first)
+    (sources / "small.cuh").write_text(SMALL_CUH.replace("SCALE * x", "SCALE + x"))
+    assert not kernels.are_current([SPEC], first)
+    time.sleep(2e-9 * SETTLED_NS)
+    kernels.load(SPEC, HOPPER)  # by one keeper: the sources have been read again
+    assert not kernels.are_current([SPEC], first)
+    assert kernels.are_current([SPEC], kernels.generation)
 
 
 def test_touching_a_file_compiles_nothing(kernels: Kernels, sources: Path) -> None:

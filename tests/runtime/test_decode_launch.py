@@ -39,7 +39,9 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 
     monkeypatch.setattr(driver, "library", lambda: fake)
     monkeypatch.setattr(module, "prepare", prepare)
-    monkeypatch.setattr(module, "kernels", lambda: SimpleNamespace(is_current=lambda spec: True))
+    monkeypatch.setattr(
+        module, "kernels", lambda: SimpleNamespace(are_current=lambda *kept: True, generation=0)
+    )
     monkeypatch.setattr(module.device, "gpu", lambda index: HOPPER)
     monkeypatch.setattr(module, "device_model", lambda index: preset("h100"))
     monkeypatch.setattr(module, "device_repeats", lambda device: fake.counter)  # type: ignore[attr-defined]

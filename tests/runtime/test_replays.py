@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 
 from sdm_rt import reset_cuda_graphs, suspend_cuda_graphs
 from sdm_rt.runtime import replays
-from sdm_rt.runtime.replays import LEAST_LAUNCHES, MOST_NODES, MOST_SEEN, Replays
+from sdm_rt.runtime.replays import IDLE_RUNS, LEAST_LAUNCHES, MOST_NODES, MOST_SEEN, Replays
 
 STREAM = 7
 
@@ -17,7 +20,7 @@ class Sequence:
     def __init__(self, launches: int = LEAST_LAUNCHES) -> None:
         self.recorded = 0
         self.ran: list[tuple[int, int]] = []
-        self.replays = Replays(launches, self.record)  # type: ignore[arg-type]
+        self.replays = Replays(launches)
 
     def record(self) -> object:
         self.recorded += 1
@@ -30,7 +33,7 @@ class Sequence:
         return Recorded()
 
     def call(self, *arguments: int, stream: int = STREAM) -> bool:
-        return self.replays.replay(arguments, stream)
+        return self.replays.replay(arguments, stream, self.record)  # type: ignore[arg-type]
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +41,7 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """Replace the driver; return the set of streams that are being captured."""
     streams: set[int] = set()
     monkeypatch.setattr(replays.driver, "stream_is_capturing", streams.__contains__)
+    monkeypatch.setattr(replays, "_pool", replays._Pool())
     return streams
 
 
@@ -80,19 +84,50 @@ def test_a_call_inside_a_capture_is_launched_into_it(capturing: set[int]) -> Non
     assert sequence.call(1)
 
 
-def test_the_graph_used_longest_ago_goes_first() -> None:
-    sequence = Sequence(MOST_NODES // 2)
-    for argument in (1, 2):
-        sequence.call(argument)
-        sequence.call(argument)
-    sequence.call(1)  # 2 is now the older one
-    sequence.call(3)
-    sequence.call(3)
-    sequence.ran.clear()
-    assert sequence.call(1)
-    assert sequence.call(3)
-    assert not sequence.call(2)
-    assert sequence.ran == [(1, STREAM), (3, STREAM)]
+def test_graphs_in_use_are_never_dropped_for_others() -> None:
+    """More argument lists in turn than graphs fit: those that fit replay, the others are launched."""
+    sequences = [Sequence(MOST_NODES // 4) for _ in range(6)]
+    for _ in range(20):
+        for sequence in sequences:
+            sequence.call(1)
+    assert [sequence.recorded for sequence in sequences] == [1, 1, 1, 1, 0, 0]
+    assert [len(sequence.ran) for sequence in sequences] == [19, 19, 19, 19, 0, 0]
+
+
+def test_a_graph_that_nobody_uses_makes_room() -> None:
+    old, new = Sequence(MOST_NODES), Sequence(MOST_NODES)
+    assert [old.call(1), old.call(1)] == [False, True]
+    runs = [new.call(1) for _ in range(IDLE_RUNS + 2)]
+    assert not any(runs[: IDLE_RUNS - 1])
+    assert runs[-1]
+    assert not old.call(1)
+    assert new.call(1)
+
+
+def test_a_sequence_longer_than_all_graphs_may_be_is_launched() -> None:
+    sequence = Sequence(MOST_NODES + 1)
+    assert not any(sequence.call(1) for _ in range(3))
+
+
+def test_the_graphs_of_a_dropped_sequence_go_at_once() -> None:
+    class Graph:
+        def replay(self, stream: int) -> None:
+            pass
+
+    graph = Graph()
+    alive = weakref.ref(graph)
+    made = [graph]
+    kept = Replays(LEAST_LAUNCHES)
+    for _ in range(2):
+        kept.replay((1,), STREAM, made.pop)  # type: ignore[arg-type]
+    del graph
+    assert alive() is not None
+    gc.disable()
+    try:
+        del kept
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_suspended_calls_are_launched_and_graphs_stay() -> None:
@@ -130,8 +165,11 @@ def test_a_capture_that_fails_warns_once_and_leaves_launches() -> None:
     def refuse() -> object:
         raise RuntimeError("cuGraphInstantiate: out of memory")
 
-    sequence.replays = Replays(LEAST_LAUNCHES, refuse)  # type: ignore[arg-type]
+    sequence.record = refuse  # type: ignore[method-assign]
     sequence.call(1)
     with pytest.warns(UserWarning, match="without a graph: cuGraphInstantiate: out of memory"):
         assert not sequence.call(1)
     assert not any(sequence.call(1) for _ in range(2))
+    reset_cuda_graphs()  # starts anew
+    with pytest.warns(UserWarning, match="out of memory"):
+        assert not any(sequence.call(2) for _ in range(2))

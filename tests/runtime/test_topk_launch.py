@@ -46,7 +46,7 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     machine = Machine()
-    kernels = SimpleNamespace(is_current=lambda spec: machine.untouched)
+    kernels = SimpleNamespace(are_current=lambda specs, generation: machine.untouched, generation=0)
     monkeypatch.setattr(driver, "library", lambda: machine.driver)
     monkeypatch.setattr(module, "prepare", machine.prepare)
     monkeypatch.setattr(module, "kernels", lambda: kernels)

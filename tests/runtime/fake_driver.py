@@ -44,6 +44,7 @@ class FakeDriver:
     fail_launch: int = 0
     fail_launch_number: int = -1
     pushed: list[int] = field(default_factory=list)
+    capture_mode: int = 0  # CU_STREAM_CAPTURE_MODE_GLOBAL, every thread's own
 
     def _record(self, config: Any, function: Any, parameters: Any) -> Recorded:
         config = config._obj
@@ -114,6 +115,12 @@ class FakeDriver:
         return 0
 
     def cuStreamDestroy_v2(self, stream: Any) -> int:  # noqa: N802
+        return 0
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:  # noqa: N802
+        """Swap the calling thread's mode with the given one."""
+        held, self.capture_mode = self.capture_mode, mode._obj.value
+        mode._obj.value = held
         return 0
 
     def cuStreamBeginCapture_v2(self, stream: Any, mode: int) -> int:  # noqa: N802

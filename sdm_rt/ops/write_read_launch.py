@@ -19,7 +19,7 @@ from sdm_rt.plan.backward import plan_backward
 from sdm_rt.plan.bound import BoundPlan
 from sdm_rt.plan.buffer import Arena, Buffer
 from sdm_rt.plan.column_slices import SCHEDULES
-from sdm_rt.plan.forward import forward_constants, kept_arena, plan_forward
+from sdm_rt.plan.forward import forward_constants, kept_arena, kept_buffers, plan_forward
 from sdm_rt.plan.shapes import MAX_SLOTS, WriteReadShape
 from sdm_rt.plan.step_plan import StepPlan
 from sdm_rt.runtime.interop import current_stream
@@ -110,21 +110,17 @@ def planned_shape(
             f"memory: {shape.slots} slots a stream are more than the kernels' {MAX_SLOTS}; use more streams "
             f"(heads)"
         )
+    return _known_shape(call, *_sizes(memory, operands), alignment, training)
+
+
+def _sizes(
+    memory: Tensor, operands: dict[str, Tensor]
+) -> tuple[torch.dtype, torch.dtype, int, int, int, bool]:
     k_idx, q_idx, gates = operands["k_idx"], operands["q_idx"], operands["g"]
-    return _shape_of(
-        call,
-        memory.dtype,
-        k_idx.dtype,
-        memory.shape[1],
-        k_idx.shape[1],
-        q_idx.shape[1],
-        gates.shape[1] > 1,
-        alignment,
-        training,
-    )
+    columns, writes, reads = memory.shape[1], k_idx.shape[1], q_idx.shape[1]
+    return memory.dtype, k_idx.dtype, columns, writes, reads, gates.shape[1] > 1
 
 
-@lru_cache(maxsize=256)
 def _shape_of(
     call: WriteReadCall,
     bank: torch.dtype,
@@ -153,6 +149,9 @@ def _shape_of(
         alignment=alignment,
         shared_bank=training and call.shape.shared_bank and call.shape.streams > 1,
     )
+
+
+_known_shape = lru_cache(maxsize=256)(_shape_of)
 
 
 def operands_of(memory: Tensor, flat: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -250,7 +249,8 @@ def saved_bytes(memory: Tensor, flat: dict[str, Tensor], call: WriteReadCall) ->
     """Return the bytes that `training_forward_on_gpu` saves, from shapes and dtypes alone."""
     if call.shape.rows == 0 or call.longest == 0 or call.shape.streams == 0:
         return 0
-    return kept_arena(planned_shape(memory, flat, call, WORD_BYTES, training=True)).bytes
+    # Sizes may be symbolic here, which no cache takes.
+    return Arena.of(kept_buffers(_shape_of(call, *_sizes(memory, flat), WORD_BYTES, True))).bytes
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.flop_counter import FlopCounterMode
 
 from sdm_rt import SparseDeltaMemory, SparseDeltaMemoryArgs, product_key_topk, sdm_decode_step, sdm_write_read
@@ -422,6 +424,29 @@ def test_flop_counter_of_packed_rows_and_of_the_layer() -> None:
     counted = counter.get_flop_counts()["Global"]
     assert counted[OPERATORS.write_read] > 0
     assert counted[OPERATORS.write_read_backward] > 0
+
+
+def test_fake_cuda_training_of_symbolic_sizes() -> None:
+    """What ``torch.compile(dynamic=True)`` asks the operators."""
+    problem = PROBLEMS["repeats"].cast(torch.bfloat16)
+    arguments = flat_arguments(problem, False)
+    real = torch.empty(problem.tokens)
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        tokens = mode.from_tensor(real, source=ConstantSource("tokens")).shape[0]
+        assert isinstance(tokens, torch.SymInt)
+        rows = problem.streams * tokens
+        given = list(arguments)
+        for at, x in enumerate(arguments):
+            if isinstance(x, Tensor):
+                shape = x.shape if at == 0 else (rows, x.shape[1])
+                given[at] = torch.empty(shape, dtype=x.dtype, device="cuda")
+        given[13] = tokens  # `longest`
+        readings, final, saved = OPERATORS.write_read(*given)
+        grads = OPERATORS.write_read_backward(final, saved, readings, final, *given[1:])
+    assert arguments[13] == problem.tokens
+    assert readings.shape[0] == rows
+    assert saved[0].dim() == 1
+    assert [grad.shape for grad in grads] == [given[at].shape for at in (0, 2, 3, 4, 5, 7)]
 
 
 @pytest.mark.parametrize("mode", ["none", "fp8"])

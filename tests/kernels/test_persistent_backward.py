@@ -198,10 +198,12 @@ def test_indices_outside_the_stream_and_of_32_bits(backend: Backend) -> None:
 def test_the_size_of_a_slab_changes_no_bit(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = make_problem(2, 70, 4, 5, 72, 30, seed=5).cast(torch.bfloat16)
     runs = []
-    for budget, slabs in ((1, 5), (8_000, 3), (2**30, 1)):
-        monkeypatch.setattr(persistent_backward, "PARTIAL_BYTES", budget)
+    step_bytes = 1
+    for steps, slabs in ((1, 5), (2, 3), (100, 1)):
+        monkeypatch.setattr(persistent_backward, "PARTIAL_BYTES", steps * step_bytes)
         runs.append(run(backend, problem, 16, "persistent"))
         assert runs[-1].plan.slabs == slabs
+        step_bytes = sum(one.bytes for one in runs[0].plan.buffers if one.name.startswith("partial_"))
     for other in runs[1:]:
         for name, x in runs[0].results.items():
             assert_same_bits(name, other.results[name], x)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from itertools import product
-from pathlib import Path
 
 import pytest
 
@@ -19,11 +17,10 @@ from sdm_rt.plan.shapes import BANK_DTYPES, INDEX_DTYPES, SNAPSHOTS, WriteReadSh
 from sdm_rt.plan.step_plan import StepPlan
 from sdm_rt.plan.write_resources import TARGETS, variants
 from tests.plan.cases import FLAGSHIP
+from tests.plan.kernel_source import constant, explains, parameters
 
-KERNELS = Path(__file__).parents[2] / "kernels_cu"
 NAMES = ("gwr", "du_update", "phase_a", "gds", "gram_backward")
 SMALL = WriteReadShape(2, 150, 64, 8, 9, 128, 256)
-KINDS = {"int": "int32", "long long": "int64"}
 plan_backward = functools.partial(backward.plan_backward, schedule="stepwise")
 
 
@@ -35,37 +32,20 @@ def defines(shape: WriteReadShape, name: str, device: DeviceModel | None = None)
     return dict(launch(plan_backward(shape, device or preset("h100")), name).kernel.defines)
 
 
-def source(name: str) -> str:
-    return (KERNELS / f"{name}.cu").read_text(encoding="utf-8")
-
-
-def constant(name: str, macro: str) -> int:
-    found = re.search(rf"^#define {macro} (\d+)\b", source(name), re.MULTILINE)
-    assert found is not None
-    return int(found[1])
-
-
 # ---- plan and source ----
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_arguments_are_the_kernels_parameters(name: str) -> None:
-    signature = re.search(rf"\b{name}\(([^)]*)\)\s*\{{", source(name))
-    assert signature is not None
-    parameters = []
-    for parameter in signature[1].split(","):
-        kind, parameter_name = " ".join(parameter.split()).rsplit(" ", 1)
-        parameters.append((parameter_name, "pointer" if "*" in kind else KINDS[kind]))
     planned = launch(plan_backward(SMALL, preset("h100")), name)
-    assert [(argument.name, argument.kind) for argument in planned.arguments] == parameters
+    assert [(argument.name, argument.kind) for argument in planned.arguments] == parameters(name)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_macro_of_a_variant_stands_in_its_kernels_header(name: str) -> None:
-    header = source(name).split("#include")[0]
     for macro in defines(SMALL, name):
         if not macro.startswith("SDM_PDL"):
-            assert re.search(rf"\b{macro} \(", header), f"{name}.cu does not explain {macro}"
+            assert explains(name, macro), f"{name}.cu does not explain {macro}"
 
 
 def test_blocks_are_those_that_the_kernels_are_written_for() -> None:

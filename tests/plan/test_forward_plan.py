@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from itertools import product
-from pathlib import Path
 
 import pytest
 
@@ -22,14 +20,13 @@ from sdm_rt.plan.step_plan import StepPlan
 from sdm_rt.plan.write_resources import TARGETS, variants
 from sdm_rt.runtime.kernel import KernelSpec
 from tests.plan.cases import FLAGSHIP, WRITE_READ_CASES
+from tests.plan.kernel_source import constant, explains, parameters
 
-KERNELS = Path(__file__).parents[2] / "kernels_cu"
 PHASE1 = ("phase1_sort", "phase1_scan", "phase1_gram", "solve")
 NAMES = (*PHASE1, "keep_rows", "gather", "dual_matmul", "decay_write")
 plan_forward = functools.partial(forward.plan_forward, schedule="stepwise")
 SMALL = WriteReadShape(2, 150, 64, 8, 8, 128, 256)
 QUANTIZED = dataclasses.replace(SMALL, snapshot="fp8")  # its plan has every kernel
-KINDS = {"int": "int32", "long long": "int64"}
 
 
 def launch(plan: StepPlan, name: str) -> Launch:
@@ -40,38 +37,21 @@ def defines(shape: WriteReadShape, name: str, device: DeviceModel | None = None)
     return dict(launch(plan_forward(shape, device or preset("h100")), name).kernel.defines)
 
 
-def source(name: str) -> str:
-    return (KERNELS / f"{name}.cu").read_text(encoding="utf-8")
-
-
-def constant(name: str, macro: str) -> int:
-    found = re.search(rf"^#define {macro} (\d+)$", source(name), re.MULTILINE)
-    assert found is not None
-    return int(found[1])
-
-
 # ---- plan and source ----
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_arguments_are_the_kernels_parameters(name: str) -> None:
-    signature = re.search(rf"\b{name}\(([^)]*)\)\s*\{{", source(name))
-    assert signature is not None
-    parameters = []
-    for parameter in signature[1].split(","):
-        kind, parameter_name = " ".join(parameter.split()).rsplit(" ", 1)
-        parameters.append((parameter_name, "pointer" if "*" in kind else KINDS[kind]))
     planned = launch(plan_forward(QUANTIZED, preset("h100")), name)
-    assert [(argument.name, argument.kind) for argument in planned.arguments] == parameters
+    assert [(argument.name, argument.kind) for argument in planned.arguments] == parameters(name)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_macro_of_a_variant_stands_in_its_kernels_header(name: str) -> None:
-    header = source(name).split("#include")[0]
     plan = plan_forward(QUANTIZED, preset("h100"))
     for macro in dict(launch(plan, name).kernel.defines):
         if not macro.startswith("SDM_PDL"):
-            assert re.search(rf"\b{macro} \(", header), f"{name}.cu does not explain {macro}"
+            assert explains(name, macro), f"{name}.cu does not explain {macro}"
 
 
 def test_blocks_are_those_that_the_kernels_are_written_for() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from itertools import product
-from pathlib import Path
 
 import pytest
 
@@ -20,9 +19,8 @@ from sdm_rt.plan.step_plan import StepPlan
 from sdm_rt.plan.tiling import ceil_div
 from sdm_rt.plan.write_resources import TARGETS, variants
 from tests.plan.cases import FLAGSHIP, WRITE_READ_CASES
+from tests.plan.kernel_source import explains, parameters
 
-KERNELS = Path(__file__).parents[2] / "kernels_cu"
-KINDS = {"int": "int32", "long long": "int64"}
 WITH_CLUSTERS = [name for name, device in PRESETS.items() if device.clusters]
 WITHOUT_CLUSTERS = [name for name, device in PRESETS.items() if not device.clusters]
 FILES = ("persistent_backward.cu", "column_sum.cu")
@@ -184,20 +182,12 @@ def test_the_launches_stand_for_the_steps_of_a_slab() -> None:
 
 @pytest.mark.parametrize("file", FILES)
 def test_arguments_are_the_kernels_parameters(file: str) -> None:
-    text = (KERNELS / file).read_text(encoding="utf-8")
-    entry = file.removesuffix(".cu")
-    signature = re.search(rf"\b{entry}\(([^)]*)\)\s*\{{", text)
-    assert signature is not None
-    parameters = []
-    for parameter in signature[1].split(","):
-        kind, name = " ".join(parameter.split()).rsplit(" ", 1)
-        parameters.append((name.lstrip("*"), "pointer" if "*" in kind + name else KINDS[kind]))
+    name = file.removesuffix(".cu")
     plan, _ = planned(FLAGSHIP)
     launch = next(one for one in plan.kernels() if one.kernel.file == file)
-    assert [(argument.name, argument.kind) for argument in launch.arguments] == parameters
-    header = text.split("#include")[0]
+    assert [(argument.name, argument.kind) for argument in launch.arguments] == parameters(name)
     for macro in dict(launch.kernel.defines):
-        assert re.search(rf"\b{macro}\b", header), f"{file} does not explain {macro}"
+        assert explains(name, macro), f"{file} does not explain {macro}"
     by_call = {"slab_step", "row_stride", "shared_bank", "wide"}
     numbers = {a.name for a in launch.arguments if a.kind != "pointer"} - by_call
     assert numbers <= backward_constants(plan).keys()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,9 +20,8 @@ from sdm_rt.plan.step_plan import StepPlan
 from sdm_rt.plan.tiling import ceil_div
 from sdm_rt.plan.write_resources import TARGETS, variants
 from tests.plan.cases import FLAGSHIP, WRITE_READ_CASES
+from tests.plan.kernel_source import explains, parameters
 
-KERNELS = Path(__file__).parents[2] / "kernels_cu"
-KINDS = {"int": "int32", "long long": "int64"}
 WITH_CLUSTERS = [name for name, device in PRESETS.items() if device.clusters]
 WITHOUT_CLUSTERS = [name for name, device in PRESETS.items() if not device.clusters]
 
@@ -212,18 +210,12 @@ def test_the_launch_stands_for_the_steps_of_a_slab(training: bool) -> None:
 
 
 def test_arguments_are_the_kernels_parameters() -> None:
-    text = (KERNELS / "persistent_forward.cu").read_text(encoding="utf-8")
-    signature = re.search(r"\bpersistent_forward\(([^)]*)\)\s*\{", text)
-    assert signature is not None
-    parameters = []
-    for parameter in signature[1].split(","):
-        kind, name = " ".join(parameter.split()).rsplit(" ", 1)
-        parameters.append((name, "pointer" if "*" in kind else KINDS[kind]))
     plan, launch = planned(FLAGSHIP)
-    assert [(argument.name, argument.kind) for argument in launch.arguments] == parameters
-    header = text.split("#include")[0]
+    assert [(argument.name, argument.kind) for argument in launch.arguments] == parameters(
+        "persistent_forward"
+    )
     for macro in dict(launch.kernel.defines):
-        assert re.search(rf"\b{macro}\b", header), f"persistent_forward.cu does not explain {macro}"
+        assert explains("persistent_forward", macro), f"persistent_forward.cu does not explain {macro}"
     by_call = {"slab_step", "row_stride", "shared_bank", "wide"}
     numbers = {a.name for a in launch.arguments if a.kind != "pointer"} - by_call
     assert numbers <= forward_constants(plan).keys()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -20,10 +18,9 @@ from sdm_rt.plan.phase1_backward import (
 from sdm_rt.plan.shapes import BANK_DTYPES, WriteReadShape
 from sdm_rt.plan.write_resources import TARGETS, variants
 from tests.plan.cases import FLAGSHIP, WRITE_READ_CASES
+from tests.plan.kernel_source import constant, explains, parameters
 
-KERNELS = Path(__file__).parents[2] / "kernels_cu"
 NAMES = ("phase1_backward_pairs", "phase1_backward_gates")
-KINDS = {"int": "int32", "long long": "int64"}
 CHUNKS = WriteReadShape(6, 64, 64, 8, 9, 1, 2**31 - 1)
 TRAINING = {name: shape for name, shape in WRITE_READ_CASES.items() if shape.training and shape.tokens}
 TRAINING.pop("no_streams")
@@ -34,33 +31,20 @@ def launch(shape: WriteReadShape, name: str, device: str = "h100") -> Launch:
     return next(one for one in launches if one.name == name)
 
 
-def source(name: str) -> str:
-    return (KERNELS / f"{name}.cu").read_text(encoding="utf-8")
-
-
 # ---- plan and source ----
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_arguments_are_the_kernels_parameters(name: str) -> None:
-    signature = re.search(rf"\b{name}\(([^)]*)\)\s*\{{", source(name))
-    assert signature is not None
-    parameters = []
-    for parameter in signature[1].split(","):
-        kind, parameter_name = " ".join(parameter.split()).rsplit(" ", 1)
-        parameters.append((parameter_name, "pointer" if "*" in kind else KINDS[kind]))
-    assert [(a.name, a.kind) for a in launch(FLAGSHIP, name).arguments] == parameters
+    assert [(a.name, a.kind) for a in launch(FLAGSHIP, name).arguments] == parameters(name)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_macros_and_blocks_are_those_of_the_kernels(name: str) -> None:
-    text = source(name)
     planned = launch(FLAGSHIP, name)
     for macro in dict(planned.kernel.defines):
-        assert re.search(rf"\b{macro} \(", text.split("#include")[0]), f"{name}.cu does not explain {macro}"
-    threads = re.search(r"^#define THREADS (\d+)$", text, re.MULTILINE)
-    assert threads is not None
-    assert planned.block == (int(threads[1]), 1, 1)
+        assert explains(name, macro), f"{name}.cu does not explain {macro}"
+    assert planned.block == (constant(name, "THREADS"), 1, 1)
 
 
 @pytest.mark.parametrize("target", TARGETS)

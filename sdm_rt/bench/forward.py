@@ -29,7 +29,7 @@ REPEATS = 5
 TOKENS = ("k_idx", "k_val", "v", "beta", "g", "q_idx", "q_val")
 
 
-def no_grad_call(case: Case, inputs: Inputs, schedule: str | None) -> Tensor:
+def no_grad_call(case: Case, inputs: Inputs, schedule: str | None = None) -> Tensor:
     """Run the op without gradients."""
     with torch.no_grad():
         return sdm_write_read(

@@ -254,9 +254,8 @@ def gds_kernel(shape: WriteReadShape, pdl: bool) -> KernelSpec:
 
 def _gds(shape: WriteReadShape, device: DeviceModel) -> tuple[Launch, ...]:
     """Return the launch for all streams, or one for each where they read rows of one bank."""
-    every = _gds_of(shape, device, shape.streams, FIRST_STREAM)
     if not shape.shared_bank:
-        return (every,)
+        return (_gds_of(shape, device, shape.streams, FIRST_STREAM),)
     return tuple(_gds_of(shape, device, 1, f"{FIRST_STREAM}_{stream}") for stream in range(shape.streams))
 
 

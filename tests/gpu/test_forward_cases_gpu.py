@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sdm_rt import sdm_write_read
 from sdm_rt.bench.cases import CASES, Case, Inputs, make_inputs
+from sdm_rt.bench.forward import no_grad_call
 from sdm_rt.cpu.recurrence import Streams, Tokens, advance
 from tests.tolerances import relative_error
 
@@ -41,14 +41,7 @@ def test_case_against_float64(name: str) -> None:
     case = replace(CASES[name], tokens=512)
     inputs = make_inputs(case, torch.device("cuda"), seed=3)
     wants = [recurrence(case, inputs, rounded) for rounded in (True, False)]
-    with torch.no_grad():
-        readings = sdm_write_read(
-            inputs.memory,
-            *inputs.tokens(),
-            chunk_size=case.chunk,
-            num_memory_slots=case.slots,
-            num_parallel=case.streams,
-        )
+    readings = no_grad_call(case, inputs)
     for bound, (want, bank) in zip(BOUNDS[case.dtype], wants, strict=True):
         assert relative_error(readings, want) <= bound
         assert relative_error(inputs.memory, bank) <= bound

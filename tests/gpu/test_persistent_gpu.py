@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sdm_rt import last_dispatch, sdm_write_read
+from sdm_rt import last_dispatch
 from sdm_rt.bench.cases import Case, make_inputs
+from sdm_rt.bench.forward import no_grad_call
 from sdm_rt.ops.decode_launch import device_model
 
 pytestmark = pytest.mark.gpu
@@ -35,15 +36,7 @@ def clusters() -> None:
 def call(case: Case, schedule: str) -> tuple[Tensor, Tensor]:
     """Readings and the bank after a call without gradients."""
     inputs = make_inputs(case, torch.device("cuda"))
-    with torch.no_grad():
-        readings = sdm_write_read(
-            inputs.memory,
-            *inputs.tokens(),
-            chunk_size=case.chunk,
-            num_memory_slots=case.slots,
-            num_parallel=case.streams,
-            schedule=schedule,
-        )
+    readings = no_grad_call(case, inputs, schedule)
     assert last_dispatch()["schedule"] == schedule
     return readings, inputs.memory
 
@@ -66,15 +59,8 @@ def test_a_graph_of_a_call_replays_it() -> None:
     inputs = make_inputs(CASE, torch.device("cuda"))
     start = inputs.memory.clone()
     graph = torch.cuda.CUDAGraph()
-    with torch.no_grad(), torch.cuda.graph(graph):
-        readings = sdm_write_read(
-            inputs.memory,
-            *inputs.tokens(),
-            chunk_size=CASE.chunk,
-            num_memory_slots=CASE.slots,
-            num_parallel=CASE.streams,
-            schedule="persistent",
-        )
+    with torch.cuda.graph(graph):
+        readings = no_grad_call(CASE, inputs, "persistent")
     for _ in range(2):
         inputs.memory.copy_(start)
         graph.replay()

@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from sdm_rt import last_dispatch, reset_cuda_graphs, sdm_write_read, suspend_cuda_graphs
+from sdm_rt import last_dispatch, reset_cuda_graphs, suspend_cuda_graphs
 from sdm_rt.bench.cases import Case, Inputs, make_inputs
+from sdm_rt.bench.forward import no_grad_call
+from sdm_rt.bench.training import LEAVES, training_forward
 from sdm_rt.runtime.replays import LEAST_LAUNCHES
 
 pytestmark = pytest.mark.gpu
 
 CASE = Case(2, 400, 16, 8, 72, 256)
-LEAVES = ("memory", "k_val", "v", "beta", "g", "q_val")
 
 
 @pytest.fixture(autouse=True)
@@ -44,14 +45,7 @@ class Loop:
     def run(self, inputs: Inputs, incoming: Tensor) -> list[Tensor]:
         for name in LEAVES:
             getattr(inputs, name).grad = None
-        readings = sdm_write_read(
-            inputs.memory,
-            *inputs.tokens(),
-            chunk_size=CASE.chunk,
-            num_memory_slots=CASE.slots,
-            num_parallel=CASE.streams,
-            schedule="stepwise",
-        )
+        readings = training_forward(CASE, inputs, "stepwise")
         assert last_dispatch()["plan"].launch_count >= LEAST_LAUNCHES
         forward = last_dispatch()["graph"]
         final = inputs.memory.detach().clone()
@@ -114,15 +108,7 @@ def test_calls_without_gradients_replay_too() -> None:
 
     def call() -> tuple[Tensor, Tensor, bool]:
         inputs.memory.copy_(start)
-        with torch.no_grad():
-            readings = sdm_write_read(
-                inputs.memory,
-                *inputs.tokens(),
-                chunk_size=CASE.chunk,
-                num_memory_slots=CASE.slots,
-                num_parallel=CASE.streams,
-                schedule="stepwise",
-            )
+        readings = no_grad_call(CASE, inputs, "stepwise")
         return readings.clone(), inputs.memory.clone(), last_dispatch()["graph"]
 
     first = call()

@@ -94,6 +94,28 @@ __device__ __forceinline__ void unpack(const Word<T, N>& word, float (&x)[N]) {
     for (int i = 0; i < N; ++i) x[i] = to_float(values[i]);
 }
 
+// The values of a pair, the first in the low half.
+__device__ __forceinline__ void to_floats(unsigned pair, float& low, float& high, Bf16) {
+    low = __uint_as_float(pair << 16);
+    high = __uint_as_float(pair & 0xffff0000u);
+}
+__device__ __forceinline__ void to_floats(unsigned pair, float& low, float& high, Fp16) {
+    low = to_float(Fp16{static_cast<unsigned short>(pair)});
+    high = to_float(Fp16{static_cast<unsigned short>(pair >> 16)});
+}
+// The same in fewer instructions, for loops that are bound by them.
+template <class T, int N>
+__device__ __forceinline__ void unpack_pairs(const Word<T, N>& word, float (&x)[N]) {
+    if constexpr (sizeof(T) == 2 && N > 1) {
+        unsigned pairs[N / 2];
+        memcpy(pairs, &word, sizeof(word));
+#pragma unroll
+        for (int i = 0; i < N / 2; ++i) to_floats(pairs[i], x[2 * i], x[2 * i + 1], T{});
+    } else {
+        unpack<T, N>(word, x);
+    }
+}
+
 template <class T, int N>
 __device__ __forceinline__ Word<T, N> pack(const float (&x)[N]) {
     Word<T, N> word;

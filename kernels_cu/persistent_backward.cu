@@ -106,7 +106,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             const long long call = step.call - P;
             gwr().fetch_lists(call, chunk_of(s - 1, p, T, C, lengths, cu_seqlens, wide));
         }
-        wait();  // gwr is whole
+        wait();           // gwr is whole
+        __syncthreads();  // compute-sanitizer's racecheck sees no order in a barrier whose arrive and wait lie apart
         if (overlap) ahead = update().start(step);
         WrittenRows::Held held{};
         // The code of the read slots stands once, for the three places where it fills a wait.

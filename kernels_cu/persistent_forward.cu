@@ -11,7 +11,8 @@
 // warps of the cluster in turn.
 //
 // Macros  BANK (float, Bf16, Fp16), VECTOR (bank values of one load), COLUMNS (of a slice, a multiple of 32), THREADS
-//         (of a block), SNAPSHOT (0 nothing kept, 1 err and rows in the bank's format, 2 err and rows in Bf16).
+//         (of a block), RING (batches of rows that a thread has under way), SNAPSHOT (0 nothing kept, 1 err and rows
+//         in the bank's format, 2 err and rows in Bf16).
 // Grid    (blocks of a cluster * slices, P streams). Cluster: 1 to 8 blocks of one slice. Block: THREADS.
 // Reads   memory [P*S, D] (rows row_stride values apart); k_idx [rows, W], q_idx [rows, R] (64-bit where wide_index),
 //         v [rows, D]; k_eff [chunks, C, W], q_w [chunks, C, R], x, qx, a [chunks, C, C], strength [chunks, C],
@@ -21,7 +22,8 @@
 //         16 bytes), snapshot [all chunks, capacity, D].
 // Sums    rows of a token: groups n = group, group + groups, .. in turn, then the groups in order; products: over j
 //         upwards; terms of a slot in sorted order onto the decayed row.
-// Shared  dynamic, in order: records and first terms of the slots under way, two stages of two tiles, strength [C],
+// Shared  dynamic, in order: the rows under way, records and first terms of their slots, two stages of two tiles,
+//         strength [C],
 //         inter [own tokens, COLUMNS], list_tokens lists of W + R entries, residual [C, COLUMNS], delta [C, COLUMNS]
 //         (where in_place, in residual's place). plan/persistent.py adds them up.
 #include "walk_gather.cuh"
@@ -40,9 +42,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int pairs = min(min(MAX_PAIRS, THREADS / GROUPS), most_pairs);
     const int side = min(TILE, (C + 3) & ~3);
 
-    SlotRecord* const records = ptx::dynamic_shared<SlotRecord>();
-    FirstTerm* const first_terms = reinterpret_cast<FirstTerm*>(records + WARPS * UNIT);
-    float* const tiles = reinterpret_cast<float*>(first_terms + WARPS * UNIT);
+    BankWord* const ring = ptx::dynamic_shared<BankWord>();
+    SlotRecord* const records = reinterpret_cast<SlotRecord*>(ring + RING * BATCH * THREADS);
+    FirstTerm* const first_terms = reinterpret_cast<FirstTerm*>(records + WARPS * RING * UNIT);
+    float* const tiles = reinterpret_cast<float*>(first_terms + WARPS * RING * UNIT);
     float* const weight = tiles + 2 * 2 * 2 * pairs * (side + 4);
     float* const inter = weight + ((C + 3) & ~3);
     Entry* const entries = reinterpret_cast<Entry*>(inter + 2 * most_pairs * COLUMNS);
@@ -58,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     walk.slots = slots, walk.slot_count = slot_count, walk.write_terms = write_terms;
     walk.C = C, walk.W = W, walk.R = R, walk.S = S, walk.D = D, walk.groups = groups, walk.list_tokens = list_tokens;
     walk.rank = rank, walk.blocks = blocks, walk.pairs = pairs, walk.side = side;
-    walk.records = records, walk.first_terms = first_terms, walk.tiles = tiles, walk.weight = weight,
+    walk.ring = ring, walk.records = records, walk.first_terms = first_terms, walk.tiles = tiles, walk.weight = weight,
     walk.inter = inter, walk.entries = entries, walk.waiting = waiting, walk.residual = residual, walk.delta = delta;
     walk.first_slot = shared_bank ? 0 : static_cast<long long>(p) * S;
     walk.capacity = min(static_cast<long long>(C) * W, static_cast<long long>(S));
@@ -94,16 +97,20 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int s = slab_step; s < end; ++s) {
         const Job ahead = products().start(step);
         gather().run(step);
+        SlotRecord first[RING], behind[2];
+        decay_write().load_records(step, first);
         cluster_sync();  // residual is whole
-        SlotRecord first[HELD], second[HELD];
-        decay_write().load_records(step, 0, first);
-        decay_write().load_records(step, 1, second);
-        products().run(step, ahead);  // ends, but for err, where delta is whole
+        products().run(step, ahead, [&] {
+            decay_write().ask_first(step, first);
+            behind[0] = decay_write().load_record(step, RING);
+            behind[1] = decay_write().load_record(step, RING + 1);
+        });  // ends, but for err, where delta is whole
         const Step next = step_at(s + 1);
         if (s + 1 < end) gather().fetch_lists(next, 0);
-        decay_write().run(step, first, second);
+        decay_write().run(step, behind);
         if (s + 1 < end) gather().resolve_lists(next, 0);
         cluster_sync();  // the rows are written
         step = next;
     }
+    ptx::copy_wait<0>();  // the last groups are empty
 }

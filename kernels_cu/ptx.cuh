@@ -32,6 +32,16 @@ __device__ __forceinline__ void pdl_trigger() {
 #endif
 }
 
+// A hint that brings the line of `p` into L2. It reads no value, so it may stand before pdl_wait, where the launch
+// before may still write there; a kernel that does not wait has no use for it.
+__device__ __forceinline__ void prefetch_l2_if(bool needed, const void* p) {
+#if SDM_PDL_WAIT && __CUDA_ARCH__ >= 900
+    asm volatile(
+        "{\n\t.reg .pred needed;\n\tsetp.ne.u32 needed, %1, 0;\n\t@needed prefetch.global.L2 [%0];\n\t}" ::"l"(p),
+        "r"(static_cast<unsigned>(needed)));
+#endif
+}
+
 // The launch's dynamic shared memory, aligned to 128 bytes.
 template <class T>
 __device__ __forceinline__ T* dynamic_shared() {
@@ -244,6 +254,10 @@ __device__ __forceinline__ void renew(int& x) {
 }
 __device__ __forceinline__ void renew(unsigned& x) {
     asm volatile("" : "+r"(x));
+}
+template <class T>
+__device__ __forceinline__ void renew(T*& x) {
+    asm volatile("" : "+l"(x));
 }
 
 // ---- conversions, to nearest even ----

@@ -9,8 +9,7 @@
 #define SAVE (SNAPSHOT != 0)
 #define TILE 64       // columns of a tile of X, QX or A
 #define MAX_PAIRS 16  // pairs of rows of a tile
-#define LOADS 8       // rows of a batch in the gather; a thread has two under way
-#define WRITES 8      // the same in decay and write
+#define BATCH 4       // rows of a thread that are asked for together, in the gather and in decay and write
 #define WARPS (THREADS / 32)
 #define WORDS (COLUMNS / VECTOR)                 // of a row's slice
 #define ROWS (THREADS / WORDS)                   // rows side by side
@@ -19,8 +18,7 @@
 #define PLANES (VECTOR > 4 ? VECTOR / 4 : 1)     // of a row in shared memory
 #define WARP_ROWS (WORDS < 32 ? 32 / WORDS : 1)  // rows side by side in a warp
 #define ROW_WARPS (WORDS > 32 ? WORDS / 32 : 1)  // warps across a row
-#define UNIT (WARP_ROWS * WRITES)                // slots of a warp under way at once
-#define HELD ((UNIT + 31) / 32)
+#define UNIT (WARP_ROWS * BATCH)                 // slots that a warp writes together
 
 using BankWord = Word<BANK, VECTOR>;
 
@@ -30,7 +28,7 @@ struct __align__(8) Entry {
 };
 struct __align__(8) FirstTerm {
     float weight;
-    int token;
+    int code;
 };
 
 struct Step {
@@ -72,6 +70,17 @@ static __device__ __forceinline__ void load_slice(const float* row, int word, fl
     }
 }
 
+// A column of a stream's rows, as far apart as a 32-bit number of words can say.
+struct Rows {
+    BANK* first;
+    unsigned words_apart;
+
+    __device__ __forceinline__ BANK* row(int slot) const {
+        const unsigned long long words = static_cast<unsigned long long>(words_apart) * static_cast<unsigned>(slot);
+        return first + words * VECTOR;
+    }
+};
+
 // One block's walk: the call, its own place, its shared memory.
 struct Walk {
     BANK* memory;
@@ -91,8 +100,9 @@ struct Walk {
     int slice, rank, blocks;
     int own;                  // tokens of this block; the last may lie at C
     int pairs, passes, side;  // pairs of rows and columns of a tile
-    SlotRecord* records;      // [WARPS, UNIT]
-    FirstTerm* first_terms;   // [WARPS, UNIT]
+    BankWord* ring;           // [RING, BATCH, THREADS], rows on their way
+    SlotRecord* records;      // [WARPS, RING, UNIT]
+    FirstTerm* first_terms;   // [WARPS, RING, UNIT]
     float* tiles;             // [2 stages, 2, 2 pairs, side + 4]
     float* weight;            // [C], strength
     float* inter;             // [own, COLUMNS]
@@ -100,6 +110,27 @@ struct Walk {
     float* waiting;           // the same, weights of 64-bit indices on their way
     float *residual, *delta;  // [C, COLUMNS]
 
+    __device__ __forceinline__ Rows rows_at(int column) const {
+        Rows rows{memory + first_slot * row_stride + column, static_cast<unsigned>(row_stride / VECTOR)};
+        ptx::renew(rows.first);
+        ptx::renew(rows.words_apart);
+        return rows;
+    }
+    // Where row `l` of batch `batch` arrives: a thread copies and reads its own words alone, so no barrier is needed. A
+    // copy, unlike a load, takes no register, and RING batches can be waited for one after another.
+    __device__ __forceinline__ BankWord* arrival(int batch, int l) const {
+        return ring + (batch * BATCH + l) * THREADS + threadIdx.x;
+    }
+    __device__ __forceinline__ void ask_row(BankWord* to, const BANK* from) const {
+        if constexpr (sizeof(BankWord) == 16)
+            ptx::copy_async_16(to, from);
+        else if constexpr (sizeof(BankWord) == 8)
+            ptx::copy_async_8(to, from);
+        else if constexpr (sizeof(BankWord) == 4)
+            ptx::copy_async_4(to, from);
+        else  // too narrow for an asynchronous copy
+            *to = ptx::load_global(reinterpret_cast<const BankWord*>(from));
+    }
     // Token `t` of this block.
     __device__ __forceinline__ int token(int t) const {
         return 2 * (rank + blocks * (t / 2)) + t % 2;

@@ -85,7 +85,7 @@ struct Gather : Walk {
             sum_rows(list, query ? R : W, column, total);
             if (!query) {
                 float value[VECTOR];
-                unpack<BANK, VECTOR>(given, value);
+                unpack_pairs<BANK, VECTOR>(given, value);
 #pragma unroll
                 for (int c = 0; c < VECTOR; ++c) total[c] = value[c] - total[c];
             }
@@ -109,51 +109,63 @@ struct Gather : Walk {
         }
         return word;
     }
-    // Loads the rows listed from `first` on.
-    __device__ __forceinline__ void load_rows(const Entry* list, int first, int lanes, const BANK* rows,
-                                              BankWord (&held)[LOADS]) const {
-#pragma unroll
-        for (int l = 0; l < LOADS; ++l) {
-            const int slot = first + l < lanes ? list[first + l].slot : -1;
-            held[l] = BankWord{};
-            if (slot >= 0) held[l] = ptx::load_global(reinterpret_cast<const BankWord*>(rows + slot * row_stride));
-        }
-    }
     __device__ __forceinline__ void sum_rows(const Entry* list, int lanes, int column, float (&total)[VECTOR]) const {
-        const BANK* const rows = memory + first_slot * row_stride + column;
+        const Rows rows = rows_at(column);
         const int least = lanes >> group_shift, extra = lanes & groups - 1;
         int group = 0, end = least + (extra > 0);  // of the group's entries
         float sum[VECTOR] = {};
-        const auto add_rows = [&](int first, const BankWord(&held)[LOADS]) {
+        const auto ask_rows = [&](int batch, int first) {
+            int slot[BATCH];
 #pragma unroll
-            for (int l = 0; l < LOADS; ++l) {
-                if (first + l >= lanes) continue;
-                const Entry entry = list[first + l];
-                if (entry.slot >= 0) {
-                    float value[VECTOR];
-                    unpack<BANK, VECTOR>(held[l], value);
+            for (int l = 0; l < BATCH; ++l) slot[l] = first + l < lanes ? list[first + l].slot : -1;
 #pragma unroll
-                    for (int c = 0; c < VECTOR; ++c) sum[c] = fmaf(entry.weight, value[c], sum[c]);
-                }
-                if (first + l + 1 == end) {
+            for (int l = 0; l < BATCH; ++l)
+                if (slot[l] >= 0) ask_row(arrival(batch, l), rows.row(slot[l]));
+            ptx::copy_commit();
+        };
+        const auto add_row = [&](int batch, int l, float weight) {
+            float value[VECTOR];
+            unpack_pairs<BANK, VECTOR>(*arrival(batch, l), value);
 #pragma unroll
-                    for (int c = 0; c < VECTOR; ++c) {
-                        total[c] = group == 0 ? sum[c] : total[c] + sum[c];
-                        sum[c] = 0.0f;
-                    }
-                    ++group;
-                    end += least + (group < extra);
+            for (int c = 0; c < VECTOR; ++c) sum[c] = fmaf(weight, value[c], sum[c]);
+        };
+        const auto end_group = [&] {
+#pragma unroll
+            for (int c = 0; c < VECTOR; ++c) {
+                total[c] = group == 0 ? sum[c] : total[c] + sum[c];
+                sum[c] = 0.0f;
+            }
+            ++group;
+            end += least + (group < extra);
+        };
+        const auto add_rows = [&](int batch, int first) {
+            Entry entry[BATCH];
+            int absent = 0;  // its sign bit: some entry is
+#pragma unroll
+            for (int l = 0; l < BATCH; ++l) {
+                entry[l] = first + l < lanes ? list[first + l] : Entry{-1, 0.0f};
+                absent |= entry[l].slot;
+            }
+            if (absent >= 0 && first + BATCH <= end) {  // as nearly always: no test a row
+#pragma unroll
+                for (int l = 0; l < BATCH; ++l) add_row(batch, l, entry[l].weight);
+                if (first + BATCH == end) end_group();
+            } else {
+#pragma unroll
+                for (int l = 0; l < BATCH; ++l) {
+                    if (first + l >= lanes) continue;
+                    if (entry[l].slot >= 0) add_row(batch, l, entry[l].weight);
+                    if (first + l + 1 == end) end_group();
                 }
             }
         };
-        // Of two batches one is under way while the other is added.
-        BankWord even[LOADS], odd[LOADS];
-        load_rows(list, 0, lanes, rows, even);
-        for (int first = 0; first < lanes; first += 2 * LOADS) {
-            load_rows(list, first + LOADS, lanes, rows, odd);
-            add_rows(first, even);
-            load_rows(list, first + 2 * LOADS, lanes, rows, even);
-            add_rows(first + LOADS, odd);
+#pragma unroll
+        for (int batch = 0; batch < RING; ++batch) ask_rows(batch, batch * BATCH);
+        for (int first = 0, batch = 0; first < lanes; first += BATCH) {
+            ptx::copy_wait<RING - 1>();
+            add_rows(batch, first);
+            ask_rows(batch, first + RING * BATCH);
+            batch = batch + 1 < RING ? batch + 1 : 0;
         }
         if (lanes < groups) {  // a group without rows adds 0, which makes -0 a 0
 #pragma unroll

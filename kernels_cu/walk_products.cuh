@@ -89,16 +89,22 @@ struct Products : Walk {
         fetch_job(step, job, 1);
         return job;
     }
-    __device__ __forceinline__ void run(const Step& step, Job ahead) const {
+    // Calls `ask_ahead` once, as soon as the first tiles have come: the group of copies that it commits has time until
+    // the second tiles are needed, or until the end.
+    template <class AskAhead>
+    __device__ __forceinline__ void run(const Step& step, Job ahead, const AskAhead& ask_ahead) const {
         const int pair = threadIdx.x / GROUPS, group = threadIdx.x % GROUPS;
         Part sum[2][2] = {};
         int stage = 0;
+        bool first = true;
         for (Job job = first_job(); !job.done; advance(job)) {
             const int t = job.pass * 2 * pairs + 2 * pair, i = token(t);
             const bool mine = pair < pairs && i < C;
             const float* const rows = tile_of(stage, 0) + 2 * pair * (side + 4);
             ptx::copy_wait<1>();
             __syncthreads();
+            if (first) ask_ahead();
+            first = false;
             if (mine) {
                 const Part* const values =
                     reinterpret_cast<const Part*>((job.err ? delta : residual) + job.begin * COLUMNS) + group;
@@ -124,7 +130,6 @@ struct Products : Walk {
 #pragma unroll
                 for (int r = 0; r < 2; ++r) sum[m][r] = Part{};
         }
-        ptx::copy_wait<0>();
     }
     // delta to the cluster, readings to the caller.
     __device__ __forceinline__ void finish_rows(const Step& step, int row, int t, int group,

@@ -10,84 +10,98 @@ struct DecayWrite : Walk {
         memcpy(&term, &word, sizeof(term));
         return term;
     }
-    // The slots of this warp's unit `unit`.
+    // The first slot of this warp's unit `unit`.
     __device__ __forceinline__ int first_of(int unit) const {
         const int team = threadIdx.x / 32 / ROW_WARPS;
         return ((unit * (WARPS / ROW_WARPS) + team) * blocks + rank) * UNIT;
     }
-    // The records of a unit, one or more a lane; count is 0 where there is none.
-    __device__ __forceinline__ void load_records(const Step& step, int unit, SlotRecord (&held)[HELD]) const {
-#pragma unroll
-        for (int h = 0; h < HELD; ++h) {
-            const int at = threadIdx.x % 32 + 32 * h, j = first_of(unit) + at;
-            held[h] = SlotRecord{0, 0, 0, 0.0f};
-            if (at < UNIT && j < step.slots) {
-                const uint4 word = ptx::load_readonly(reinterpret_cast<const uint4*>(slots + step.n * capacity + j));
-                memcpy(&held[h], &word, sizeof(held[h]));
+    __device__ __forceinline__ int column() const {
+        return slice + threadIdx.x % WORDS * VECTOR;
+    }
+    // Of the slots side by side in the warp, this thread's.
+    __device__ __forceinline__ int row() const {
+        return WARP_ROWS > 1 ? threadIdx.x % 32 / WORDS : 0;
+    }
+    // The record of a unit's slot a lane; its count is 0 where there is none.
+    __device__ __forceinline__ SlotRecord load_record(const Step& step, int unit) const {
+        static_assert(UNIT <= 32);
+        const int at = threadIdx.x % 32, j = first_of(unit) + at;
+        SlotRecord record{0, 0, 0, 0.0f};
+        if (at < UNIT && j < step.slots) {
+            const uint4 word = ptx::load_readonly(reinterpret_cast<const uint4*>(slots + step.n * capacity + j));
+            memcpy(&record, &word, sizeof(record));
+        }
+        return record;
+    }
+    // Asks for the rows and first terms of a unit, whose records the lanes hold.
+    __device__ __forceinline__ void ask_unit(const Step& step, int batch, const SlotRecord& record) const {
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, place = (warp * RING + batch) * UNIT;
+        if (lane < UNIT) {
+            records[place + lane] = record;
+            if (record.count > 0) {
+                const WriteTerm* const from = write_terms + step.n * C * W + record.first;
+                ptx::copy_async_4(&first_terms[place + lane].weight, &from->weight);
+                ptx::copy_async_4(&first_terms[place + lane].code, &from->code);
             }
         }
-    }
-    __device__ __forceinline__ void load_terms(const Step& step, const SlotRecord (&held)[HELD],
-                                               FirstTerm (&term)[HELD]) const {
+        __syncwarp();
+        const Rows rows = rows_at(column());
+        int slot[BATCH];
 #pragma unroll
-        for (int h = 0; h < HELD; ++h) {
-            term[h] = FirstTerm{0.0f, 0};
-            if (held[h].count > 0) {
-                const WriteTerm found = load_term(write_terms + step.n * C * W + held[h].first);
-                term[h] = FirstTerm{found.weight, found.token()};
-            }
+        for (int w = 0; w < BATCH; ++w) {
+            const SlotRecord& of_row = records[place + w * WARP_ROWS + row()];
+            slot[w] = of_row.count > 0 && column() < D ? of_row.slot : -1;
+        }
+#pragma unroll
+        for (int w = 0; w < BATCH; ++w)
+            if (slot[w] >= 0) ask_row(arrival(batch, w), rows.row(slot[w]));
+    }
+    // The records of the first units.
+    __device__ __forceinline__ void load_records(const Step& step, SlotRecord (&first)[RING]) const {
+#pragma unroll
+        for (int unit = 0; unit < RING; ++unit) first[unit] = load_record(step, unit);
+    }
+    // Asks for the first units, as one group of copies.
+    __device__ __forceinline__ void ask_first(const Step& step, const SlotRecord (&first)[RING]) const {
+#pragma unroll
+        for (int unit = 0; unit < RING; ++unit) ask_unit(step, unit, first[unit]);
+        ptx::copy_commit();
+    }
+    // The first units are on their way, with at most one group of copies behind them. `next` are the records of the
+    // units behind these.
+    __device__ __forceinline__ void run(const Step& step, SlotRecord (&next)[2]) const {
+        ptx::copy_wait<1>();
+        for (int unit = 0, batch = 0; first_of(unit) < step.slots; ++unit) {
+            ptx::copy_wait<RING - 1>();
+            __syncwarp();
+            write_unit(step, unit, batch);
+            __syncwarp();
+            ask_unit(step, batch, next[0]);
+            ptx::copy_commit();
+            next[0] = next[1];
+            next[1] = load_record(step, unit + RING + 2);
+            batch = batch + 1 < RING ? batch + 1 : 0;
         }
     }
-    // `now` and `next` are the records of the first two units. While a unit is written, the terms of the next and the
-    // records of the one behind it are on their way.
-    __device__ __forceinline__ void run(const Step& step, SlotRecord (&now)[HELD], SlotRecord (&next)[HELD]) const {
-        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        const int word = threadIdx.x % WORDS, column = slice + word * VECTOR;
-        const int row = WARP_ROWS > 1 ? lane / WORDS : 0;  // of those side by side in the warp
-        SlotRecord* const staged = records + warp * UNIT;
-        FirstTerm* const terms = first_terms + warp * UNIT;
+    __device__ __forceinline__ void write_unit(const Step& step, int unit, int batch) const {
+        const int place = (threadIdx.x / 32 * RING + batch) * UNIT, word = threadIdx.x % WORDS;
         const WriteTerm* const chunk_terms = write_terms + step.n * C * W;
-        BANK* const rows = memory + first_slot * row_stride + column;
-
-        FirstTerm term[HELD];
-        load_terms(step, now, term);
-        for (int unit = 0; first_of(unit) < step.slots; ++unit) {
-            const int first = first_of(unit);
-            __syncwarp();
+        const Rows rows = rows_at(column());
 #pragma unroll
-            for (int h = 0; h < HELD; ++h)
-                if (lane + 32 * h < UNIT) staged[lane + 32 * h] = now[h];
-            __syncwarp();
-            BankWord words[WRITES];
+        for (int w = 0; w < BATCH; ++w) {
+            const int at = w * WARP_ROWS + row();
+            const SlotRecord record = records[place + at];
+            if (record.count == 0 || column() >= D) continue;
+            const FirstTerm term = first_terms[place + at];
+            const BankWord held = *arrival(batch, w);
+            float value[VECTOR], change[VECTOR];
+            unpack_pairs<BANK, VECTOR>(held, value);
+            keep_row(step, first_of(unit) + at, column(), held, value);
+            load_slice(delta + entry_token(term.code) * COLUMNS, word, change);
 #pragma unroll
-            for (int w = 0; w < WRITES; ++w) {
-                const SlotRecord& record = staged[w * WARP_ROWS + row];
-                words[w] = BankWord{};
-                if (record.count > 0 && column < D)
-                    words[w] = ptx::load_global(reinterpret_cast<const BankWord*>(rows + record.slot * row_stride));
-            }
-#pragma unroll
-            for (int h = 0; h < HELD; ++h) {
-                if (lane + 32 * h < UNIT) terms[lane + 32 * h] = term[h];
-                now[h] = next[h];
-            }
-            load_terms(step, now, term);
-            load_records(step, unit + 2, next);
-            __syncwarp();
-#pragma unroll
-            for (int w = 0; w < WRITES; ++w) {
-                const int at = w * WARP_ROWS + row;
-                const SlotRecord record = staged[at];
-                if (record.count == 0 || column >= D) continue;
-                float value[VECTOR], change[VECTOR];
-                unpack<BANK, VECTOR>(words[w], value);
-                keep_row(step, first + at, column, words[w], value);
-                load_slice(delta + terms[at].token * COLUMNS, word, change);
-#pragma unroll
-                for (int c = 0; c < VECTOR; ++c) value[c] = fmaf(terms[at].weight, change[c], value[c] * record.cpe);
-                add_terms(chunk_terms + record.first, record.count, word, value);
-                store_values(rows + record.slot * row_stride, value);
-            }
+            for (int c = 0; c < VECTOR; ++c) value[c] = fmaf(term.weight, change[c], value[c] * record.cpe);
+            add_terms(chunk_terms + record.first, record.count, word, value);
+            store_values(rows.row(record.slot), value);
         }
     }
     __device__ __forceinline__ void keep_row(const Step& step, int j, int column, const BankWord& word,

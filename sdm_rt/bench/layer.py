@@ -16,6 +16,7 @@ from sdm_rt.bench.timing import DEVICE, copy_bandwidth, floor_ms, graph_figures,
 from sdm_rt.layer.args import SparseDeltaMemoryArgs
 from sdm_rt.layer.layer import SparseDeltaMemory
 from sdm_rt.layer.state import Cache
+from sdm_rt.ops.counters import last_dispatch
 from sdm_rt.ops.topk import product_key_topk
 from sdm_rt.ops.write_read_graphs import reset_cuda_graphs
 from sdm_rt.plan.device import DeviceModel
@@ -135,12 +136,17 @@ def sequence_figures(shape: LayerBench, tokens: int, model: DeviceModel, bandwid
 
 
 def decode_figures(shape: LayerBench, batch: int) -> dict[str, Any]:
-    """Time one token of each of ``batch`` sequences, continued from a cache."""
-    layer = shape.layer().eval()
-    cache = layer.create_kv_cache(batch, 1, shape.dtype, DEVICE)
-    x = torch.randn(batch, 1, shape.dim, device=DEVICE).to(shape.dtype)
-    gpu, host = measure(partial(no_grad_call, layer, x, cache), DECODE_REPEATS, warmup=10)
-    return {"B": batch, "gpu_ms": gpu, "host_ms": host}
+    """Time one token of each of ``batch`` sequences, continued from a cache: plain, and cuda_graph=True."""
+    row: dict[str, Any] = {"B": batch}
+    for cuda_graph, prefix in ((False, ""), (True, "cuda_graph_")):
+        layer = shape.layer(cuda_graph).eval()
+        cache = layer.create_kv_cache(batch, 1, shape.dtype, DEVICE)
+        x = torch.randn(batch, 1, shape.dim, device=DEVICE).to(shape.dtype)
+        gpu, host = measure(partial(no_grad_call, layer, x, cache), DECODE_REPEATS, warmup=10)
+        row |= {f"{prefix}gpu_ms": gpu, f"{prefix}host_ms": host}
+        if cuda_graph:
+            row["cuda_graph_replayed"] = bool(last_dispatch().get("graph"))
+    return row
 
 
 def topk_figures(shape: LayerBench) -> dict[str, Any]:
@@ -187,7 +193,9 @@ def bench_layer(shape: LayerBench, model: DeviceModel) -> dict[str, Any]:
     for batch in shape.batches:
         row = decode_figures(shape, batch)
         figures["layer_decode"].append(row)
-        print(f"decode, B = {batch}: {row['gpu_ms']:.3f} ms, host {row['host_ms']:.3f} ms", flush=True)
+        for name, key in (("", ""), (", cuda_graph=True", "cuda_graph_")):
+            gpu, host = row[f"{key}gpu_ms"], row[f"{key}host_ms"]
+            print(f"decode, B = {batch}{name}: {gpu:.3f} ms, host {host:.3f} ms", flush=True)
         torch.cuda.empty_cache()
     figures["topk"] = topk_figures(shape)
     print(f"top-k of {shape.topk_rows} rows, k = {shape.lanes}: {figures['topk']['gpu_ms']:.3f} ms")

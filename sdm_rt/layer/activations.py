@@ -6,7 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import activation
 
+from sdm_rt.layer.hooks import has_global_hooks, is_watched
+
 __all__ = [
+    "ACTIVATIONS",
     "L2Normalize",
     "ScaledSoftmax",
     "check_activation",
@@ -16,7 +19,7 @@ __all__ = [
 ]
 
 # Torch's activations by name; Softmax2d keeps the shape too, but never works over the last dimension.
-_NAMES = frozenset({*activation.__all__, "Identity"} - {"Softmax2d"})
+ACTIVATIONS = frozenset({*activation.__all__, "Identity"} - {"Softmax2d"})
 _WITH_DIM = ("Softmin", "LogSoftmax")
 
 
@@ -77,30 +80,7 @@ def is_same_softmax(first: nn.Module, second: nn.Module) -> bool:
     return (
         type(first) is type(second) is ScaledSoftmax
         and first.scale == second.scale
-        and not (_is_watched(first) or _is_watched(second) or _has_global_hooks())
-    )
-
-
-def _is_watched(module: nn.Module) -> bool:
-    """Whether a call of the module does more, or other things, than its class says."""
-    state = module.__dict__
-    return bool(
-        state["_forward_hooks"]
-        or state["_forward_pre_hooks"]
-        or state["_backward_hooks"]
-        or state["_backward_pre_hooks"]
-        or "forward" in state
-    )
-
-
-def _has_global_hooks() -> bool:
-    """Whether hooks of all modules are registered (``torch.nn.modules.module.register_module_*_hook``)."""
-    hooks = nn.modules.module
-    return bool(
-        hooks._global_forward_hooks
-        or hooks._global_forward_pre_hooks
-        or hooks._global_backward_hooks
-        or hooks._global_backward_pre_hooks
+        and not (is_watched(first) or is_watched(second) or has_global_hooks())
     )
 
 
@@ -110,7 +90,7 @@ def make_activation(name: str, scale: float = 1.0) -> nn.Module:
         return ScaledSoftmax(scale)
     if name == "l2_normalize":
         return L2Normalize()
-    if name not in _NAMES:
+    if name not in ACTIVATIONS:
         raise ValueError(f"no activation {name!r}")
     module: nn.Module = getattr(nn, name)(**({"dim": -1} if name in _WITH_DIM else {}))
     return module

@@ -77,9 +77,11 @@ class SparseDeltaMemoryArgs:
     snapshot_quant : {"none", "bf16", "fp8", "int4"}
         How training keeps the rows it overwrites.
     cuda_graph : bool
-        Replay the write-read op of calls that can need a backward as CUDA graphs, from a shape's second call
-        on; the same bits. A captured call keeps its own memory, a copy of the bank included, until
-        ``reset_cuda_graphs()``. Without effect on CPU tensors, without gradients and in compiled calls.
+        Replay as CUDA graphs, from a shape's second call on and with the same bits: the write-read op of
+        calls that can need a backward, and whole one-token calls with a cache under ``torch.no_grad()``. A
+        captured training call keeps its own memory, a copy of the bank included, until
+        ``reset_cuda_graphs()``; the graph of a token goes with the bank of its cache. Without effect on CPU
+        tensors and in compiled calls.
     grad_bank_fp32 : bool
         Keep the gradient of a half-precision bank in float32.
     product_key_factor_dims : sequence of int, optional

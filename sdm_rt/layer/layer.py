@@ -17,6 +17,7 @@ from sdm_rt.layer.args import SparseDeltaMemoryArgs
 from sdm_rt.layer.layout import OneTokenLayout, PackedLayout, TokenLayout, resolve_layout
 from sdm_rt.layer.state import Cache, SDMLayerState
 from sdm_rt.layer.statistics import access_statistics, norm_statistics
+from sdm_rt.layer.token_replay import replay_token
 from sdm_rt.ops.checks import BANK_DTYPES, check_int, check_one_device
 from sdm_rt.ops.decode import sdm_decode_step
 from sdm_rt.ops.library import is_traced
@@ -290,6 +291,27 @@ class SparseDeltaMemory(nn.Module):
         if isinstance(mask, Tensor):
             _warn_mask_has_no_effect()
         layout = self._resolve(x, freqs_cis, cache, lengths, cu_seqlens, max_seqlen)
+        if (
+            self.args.cuda_graph
+            and cache is not None
+            and isinstance(layout, OneTokenLayout)
+            and type(self) is SparseDeltaMemory  # a class made from it may do more
+            and not is_traced(x)
+        ):
+            output = replay_token(self, x, cache.state[0])
+            if output is not None:
+                cache.update_(cache.state[0], layout.tokens)
+                return output, cache
+        return self._mix(x, cache, layout)
+
+    def _token(self, x: Tensor, bank: Tensor) -> Tensor:
+        """Return the output of one token of each sequence, given as `forward` takes it; advances the bank."""
+        sequences = x.numel() // self.args.dim
+        state = SDMLayerState(bank, initial=bank)
+        return self._mix(x, state, OneTokenLayout(sequences, self.num_heads))[0]
+
+    def _mix(self, x: Tensor, cache: Cache | None, layout: TokenLayout) -> tuple[Tensor, Cache]:
+        """Return what `forward` returns, for checked arguments."""
         rows = _zero_padding(x.reshape(-1, self.args.dim), layout)  # [N, dim]
 
         modules = cast(dict[str, Any], self._modules)  # a token has no time for Module.__getattr__

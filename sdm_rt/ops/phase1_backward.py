@@ -127,7 +127,7 @@ def _run(op: str, arguments: dict[str, Tensor], det: bool) -> tuple[Tensor, Tens
     bound = bound_plan(_PLANNERS[det], shape, index, phase1_backward_constants)
     buffers = allocate(bound.plan.buffers, k_val.device)
     tensors = {**phase1_backward_operands(arguments), **buffers}
-    bound.set({**pointers_of(bound.plan, tensors), "shared_bank": 1, "wide": 0})
+    bound.set({**pointers_of(bound.plan, tensors), "wide": 0})
     bound.run(current_stream(index))
     record_dispatch({"op": op, "path": "gpu", "plan": bound.plan})
     grad_k_val, grad_q_val, grad_g = (buffers[name] for name in GRADIENTS)

@@ -75,7 +75,7 @@ class BoundPlan:
                 )
             values = tuple((at, now[call.arguments[at].name]) for at in changing)
             self._sequence.append((prepared[call], values))
-        self._replays = Replays(len(self._sequence))
+        self._replays: Replays[graph.Recording] = Replays(len(self._sequence))
 
     def set(self, values: Mapping[str, int | float]) -> None:
         """Give arguments by name to every launch that has them; the others keep their values.

@@ -88,7 +88,7 @@ def plan_phase1_forward(shape: WriteReadShape, device: DeviceModel) -> StepPlan:
     require_supported(device)
     if shape.chunks != 1 or not shape.training:
         raise ValueError(f"Phase 1 alone takes one training step, got {shape}")
-    phase1 = plan_phase1(shape, 1, device)
+    phase1 = plan_phase1(shape, 1, device, backward=False)
     launches = tuple(launch for launch in phase1.launches if launch.name != "solve")
     writes = (shape.streams, shape.chunk, shape.writes)
     results = (

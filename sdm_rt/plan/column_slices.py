@@ -13,7 +13,6 @@ from sdm_rt.plan.shapes import WriteReadShape, dtype_bytes
 from sdm_rt.plan.tiling import ceil_div
 
 __all__ = [
-    "MAX_CHUNK_THAT_PAYS",
     "NARROW_SLICE",
     "SCHEDULES",
     "WIDE_SLICE",
@@ -21,14 +20,10 @@ __all__ = [
     "choose_config",
     "choose_schedule",
     "configs",
-    "leaves_half",
     "slice_choices",
 ]
 
 SCHEDULES = ("stepwise", "persistent")
-MAX_CHUNK_THAT_PAYS = 64
-"""Chunks of more tokens spend their steps on memory, which the stepwise kernels use better."""
-
 WORD_BYTES = 16
 WIDE_SLICE, NARROW_SLICE = 256, 128  # bytes of a bank row that a cluster owns
 THREADS = 512
@@ -104,12 +99,6 @@ def configs(shape: WriteReadShape, device: DeviceModel, choices: Iterable[int]) 
         for size in range(cluster, MAX_CLUSTER + 1):
             if device.clusters_at_once(size):
                 yield PersistentConfig(slice_bytes, size)
-
-
-def leaves_half(shape: WriteReadShape, device: DeviceModel) -> bool:
-    """Return whether the largest clusters leave half of the SMs idle: steps are short, and launches long."""
-    blocks = PersistentConfig(WIDE_SLICE, MAX_CLUSTER).clusters(shape) * MAX_CLUSTER
-    return 2 * blocks <= device.sm_count
 
 
 class _Layout(Protocol):

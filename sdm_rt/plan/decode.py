@@ -66,14 +66,16 @@ def decode_kernel(shape: DecodeShape, pdl: bool) -> KernelSpec:
     )
 
 
-def decode_shared_memory(writes: int, reads: int, columns: int) -> int:
-    """Return the dynamic shared memory of a block, bytes.
+def decode_shared_memory(writes: int, reads: int, threads: int, columns: int) -> int:
+    """Return the dynamic shared memory of a block of ``threads`` threads across a row, bytes.
 
-    Three words a write (slot, value, decay), two a read (value, whether written), both counts rounded
-    up to 4, and for each column of the slice one partial sum a group and delta.
+    Four words a write (slot, its weight, weight of the whole slot, decay) and one a read (weight), both
+    counts rounded up to 4; four words that hold beta; for each column of the slice v, and for each warp two
+    partial sums, of the retrieval and of the reading.
     """
     writes4, reads4 = (-(-count // 4) * 4 for count in (writes, reads))
-    return 4 * (3 * writes4 + 2 * reads4 + (GROUPS + 1) * columns)
+    warps = threads * GROUPS // 32
+    return 4 * (4 * writes4 + reads4 + 4 + (1 + 2 * warps) * columns)
 
 
 def plan_decode(shape: DecodeShape, device: DeviceModel) -> StepPlan:
@@ -122,7 +124,7 @@ def plan_decode(shape: DecodeShape, device: DeviceModel) -> StepPlan:
         writes=("memory", "y", "repeats"),
         bytes_moved=rows + shape.streams * token,
         floor_bytes=rows,
-        shared_memory=decode_shared_memory(shape.writes, shape.reads, columns),
+        shared_memory=decode_shared_memory(shape.writes, shape.reads, threads, columns),
         pdl=device.pdl,
         triggers=device.pdl,
         note=f"{columns} columns a block, {GROUPS} rows side by side",

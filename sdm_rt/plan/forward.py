@@ -18,7 +18,6 @@ from sdm_rt.plan.phase1 import (
     plan_phase1,
     slab_steps,
     sort_passes,
-    staged_weights,
 )
 from sdm_rt.plan.shapes import WriteReadShape, dtype_bytes, kernel_index, kernel_type
 from sdm_rt.plan.shared_memory import snapshot_rows
@@ -457,7 +456,6 @@ def forward_constants(plan: StepPlan) -> dict[str, int]:
         "slab_chunks": plan.slab_steps * shape.streams,
         "passes": passes,
         "digit_bits": digit_bits,
-        "staged": int(staged_weights(shape)),
     }
     for launch in plan.prologue:
         if launch.name == "persistent_forward":

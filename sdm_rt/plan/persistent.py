@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 from sdm_rt.errors import UnsupportedConfigurationError
 from sdm_rt.plan.column_slices import (
-    MAX_CHUNK_THAT_PAYS,
     WIDE_SLICE,
     PersistentConfig,
     choose_config,
     choose_schedule,
     configs,
-    leaves_half,
     slice_choices,
 )
 from sdm_rt.plan.device import DeviceModel
@@ -39,8 +38,10 @@ __all__ = [
 PRODUCT_TILE = 64
 PRODUCT_PAIRS = 16  # most pairs of rows in a tile
 PRODUCT_WIDTH = 2  # columns of a thread in the products
-WRITE_ROWS = 8  # rows of a thread under way at once in decay-and-write
-RECORD_BYTES = 24  # of a slot under way: its record, the weight and token of its first term
+BATCH_ROWS = 4  # rows of a thread that are asked for together
+RINGS = (3, 1)  # batches of a thread under way, the preferred count first
+MAX_CHUNK_THAT_PAYS = 128  # as far as it was measured
+RECORD_BYTES = 24  # of a slot under way: its record, the weight and code of its first term
 IN_SHARED_MEMORY = ("residual", "inter", "delta")  # buffers that the stepwise schedule has beside
 NO_ROW_SCALE = ("none", "bf16")  # snapshots that a column slice can write by itself
 
@@ -51,6 +52,8 @@ class Layout:
 
     Parameters
     ----------
+    ring : int
+        Batches of rows that a thread has under way.
     list_tokens : int
         Tokens whose rows are listed at once.
     in_place : bool
@@ -59,6 +62,7 @@ class Layout:
         Bytes of the whole.
     """
 
+    ring: int
     list_tokens: int
     in_place: bool
     shared_memory: int
@@ -69,7 +73,7 @@ def _vector(gather: KernelSpec) -> int:
 
 
 def _kernel(
-    shape: WriteReadShape, gather: KernelSpec, decay_write: KernelSpec, config: PersistentConfig
+    shape: WriteReadShape, gather: KernelSpec, decay_write: KernelSpec, config: PersistentConfig, ring: int
 ) -> KernelSpec:
     defines = dict(gather.defines)
     return KernelSpec(
@@ -78,6 +82,7 @@ def _kernel(
         (
             ("BANK", defines["BANK"]),
             ("COLUMNS", str(config.columns(shape))),
+            ("RING", str(ring)),
             ("SNAPSHOT", dict(decay_write.defines)["SNAPSHOT"]),
             ("THREADS", str(config.threads)),
             ("VECTOR", defines["VECTOR"]),
@@ -90,7 +95,10 @@ def persistent_kernels(
 ) -> tuple[KernelSpec, ...]:
     """Return the translation units that plans choose from in the place of a gather and a decay-and-write."""
     slices = slice_choices(shape, _vector(gather))
-    return tuple(_kernel(shape, gather, decay_write, PersistentConfig(one, 1)) for one in slices)
+    return tuple(
+        _kernel(shape, gather, decay_write, PersistentConfig(one, 1), ring)
+        for one, ring in product(slices, RINGS)
+    )
 
 
 def _list_words(shape: WriteReadShape) -> int:
@@ -99,41 +107,52 @@ def _list_words(shape: WriteReadShape) -> int:
 
 
 def _shared_memory(
-    shape: WriteReadShape, config: PersistentConfig, vector: int, list_tokens: int, in_place: bool
+    shape: WriteReadShape, config: PersistentConfig, vector: int, ring: int, list_tokens: int, in_place: bool
 ) -> int:
     C, columns, own = shape.chunk, config.columns(shape), config.own_tokens(shape)
     words = columns // vector
     strengths = ceil_div(C, 4) * 4
     side = min(PRODUCT_TILE, strengths)
     pairs = min(PRODUCT_PAIRS, config.threads // (columns // PRODUCT_WIDTH), own // 2)
-    units = config.threads // 32 * max(1, 32 // words) * WRITE_ROWS
+    slots = config.threads // 32 * max(1, 32 // words) * BATCH_ROWS
+    rows = config.threads * BATCH_ROWS * vector * dtype_bytes(shape.bank_dtype)
     tiles = 2 * 2 * 2 * pairs * (side + 4)
     lists = ceil_div(list_tokens * (shape.writes + shape.reads) * _list_words(shape), 4) * 4
     values = (1 if in_place else 2) * C * columns
-    return RECORD_BYTES * units + 4 * (tiles + strengths + own * columns + lists + values)
+    return ring * (rows + RECORD_BYTES * slots) + 4 * (tiles + strengths + own * columns + lists + values)
+
+
+def _tokens_side_by_side(shape: WriteReadShape, config: PersistentConfig, vector: int) -> int:
+    """Return the tokens whose rows a block reads at once: a row of threads for writes, one for reads."""
+    return config.threads // (config.columns(shape) // vector) // 2
 
 
 def _layouts(shape: WriteReadShape, config: PersistentConfig, vector: int) -> Iterator[Layout]:
     """Yield the layouts from the fastest to the smallest."""
     own = config.own_tokens(shape)
-    # Two rows of threads a token: those that it writes and those that it reads.
-    side_by_side = config.threads // (config.columns(shape) // vector) // 2
+    side_by_side = _tokens_side_by_side(shape, config, vector)
     counts = [own, *(side_by_side >> halvings for halvings in range(side_by_side.bit_length()))]
-    for in_place in (False, True):
+    for ring, in_place in product(RINGS, (False, True)):
         for count in dict.fromkeys(min(count, own) for count in counts):
             if in_place or count >= min(own, side_by_side):
-                yield Layout(count, in_place, _shared_memory(shape, config, vector, count, in_place))
+                memory = _shared_memory(shape, config, vector, ring, count, in_place)
+                yield Layout(ring, count, in_place, memory)
 
 
-def pays(shape: WriteReadShape, device: DeviceModel) -> bool:
+def pays(
+    shape: WriteReadShape, device: DeviceModel, vector: int, config: PersistentConfig, layout: Layout
+) -> bool:
     """Return whether the persistent schedule is the faster one, as measured on an H200.
 
-    It saves the launches of a step and their ramps; the stepwise kernels read whole rows and work on all SMs.
-    So it pays at chunks of up to 64 tokens where a row is one slice, and where a step is short.
+    It saves the launches of a step and their ramps, where its blocks have the shared memory to keep rows
+    under way: batches of rows in number, lists of as many tokens as its threads read side by side. Where not
+    all clusters run at once, only rows of one slice were measured.
     """
-    if shape.chunk > MAX_CHUNK_THAT_PAYS:
+    if shape.chunk > MAX_CHUNK_THAT_PAYS or layout.ring < RINGS[0]:
         return False
-    return shape.row_bytes <= WIDE_SLICE or leaves_half(shape, device)
+    lists = min(config.own_tokens(shape), _tokens_side_by_side(shape, config, vector))
+    at_once = config.clusters(shape) <= device.clusters_at_once(config.cluster)
+    return layout.list_tokens >= lists and (at_once or shape.row_bytes <= WIDE_SLICE)
 
 
 def _choose(
@@ -184,7 +203,8 @@ def _launch(
         bytes_moved=slab_steps * moved,
         floor_bytes=slab_steps * step_floor,
         shared_memory=layout.shared_memory,
-        note=f"{config.slice_bytes} bytes of every row a cluster, all steps of a slab; {place}, "
+        note=f"{config.slice_bytes} bytes of every row a cluster, all steps of a slab; "
+        f"{layout.ring * BATCH_ROWS} rows of a thread under way, {place}, "
         f"{layout.list_tokens} tokens' rows listed at once",
     )
 
@@ -221,7 +241,7 @@ def persistent_launch(
     """
     gather, _, decay_write = step
     chosen, layout = _choose(shape, device, _vector(gather.kernel), config)
-    kernel = _kernel(shape, gather.kernel, decay_write.kernel, chosen)
+    kernel = _kernel(shape, gather.kernel, decay_write.kernel, chosen, layout.ring)
     floor = sum(launch.floor_bytes for launch in step)
     return _launch(shape, chosen, layout, kernel, slab_steps, floor)
 
@@ -243,7 +263,17 @@ def choose_forward_schedule(
         launch = persistent_launch(shape, device, step, slab_steps)
         return launch, launch
 
-    return choose_schedule(device, schedule, pays(shape, device), plan)
+    return choose_schedule(device, schedule, _pays_where_it_fits(shape, device, step[0].kernel), plan)
+
+
+def _pays_where_it_fits(shape: WriteReadShape, device: DeviceModel, gather: KernelSpec) -> bool:
+    """Return whether it pays; also True where it cannot run, so that the plan says why."""
+    vector = _vector(gather)
+    try:
+        config, layout = _choose(shape, device, vector, None)
+    except UnsupportedConfigurationError:
+        return True
+    return pays(shape, device, vector, config, layout)
 
 
 def persistent_constants(shape: WriteReadShape, device: DeviceModel, launch: Launch) -> dict[str, int]:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from sdm_rt.errors import UnsupportedConfigurationError
 from sdm_rt.plan.buffer import Buffer, total_bytes
 from sdm_rt.plan.column_slices import (
-    MAX_CHUNK_THAT_PAYS,
     NARROW_SLICE,
     WIDE_SLICE,
     PersistentConfig,
@@ -45,6 +44,7 @@ TEAM_SLOTS = 4  # of a team under way at once; half as many where gradient rows 
 SLOT_BYTES = 40  # of a slot under way: its record, its first K and Q entries, where its Q entries lie
 PARTIAL_BYTES = 64 * 2**20  # of partial sums in a slab
 SUM_THREADS = 256
+MAX_CHUNK_THAT_PAYS = 64  # as far as it was measured
 SUM_KINDS = 4  # d_k_pd, d_k_eff, d_q_w, d_tot
 
 COLUMN_SUM_KERNEL = KernelSpec("column_sum.cu", ("column_sum",))

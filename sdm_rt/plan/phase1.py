@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from sdm_rt.plan.buffer import Buffer
 from sdm_rt.plan.device import DeviceModel
-from sdm_rt.plan.kernel_resources import kernel_resources
 from sdm_rt.plan.launch import Argument, Launch, int32s, pointers
 from sdm_rt.plan.shapes import WriteReadShape, dtype_bytes, kernel_index, kernel_type
 from sdm_rt.plan.tiling import ceil_div
@@ -31,14 +30,11 @@ __all__ = [
     "staged_weights",
 ]
 
-SORT_THREADS = (512, 1024)  # the wider from SORT_WIDE entries a chunk on
-SORT_WIDE = 16384
+SORT_THREADS = {True: 256, False: 1024}  # by whether a chunk's items lie in shared memory
 SORT_DIGIT_BITS = 8
-SORT_CODE_BITS = 17  # of an item: what is left of its 32 bits holds the upper bits of the slot
-SORT_SHARED = 131_072  # most shared memory for the items of a chunk
-SORT_BLOCKS_PER_SM = {512: 4, 1024: 1}
-SCAN_THREADS = (256, 512)  # the wider for chunks of more entries than SORT_WIDE
-SCAN_STAGED = 65_536  # most shared memory for the weights of a chunk
+SORT_SHARED = 65_536  # most shared memory for the items of a chunk: every GPU has it
+SCAN_THREADS = {True: 512, False: 768}  # by whether a chunk's weights pass through shared memory
+SCAN_SHARED = 98_304  # most shared memory for the weights of a chunk: every GPU has it
 GRAM_ROWS = 8  # of A or QK a block, one a warp
 SOLVE_TILE = 16  # rows of X at a time
 SOLVE_PANEL = 64  # columns of X a block
@@ -110,19 +106,29 @@ def sort_passes(slots: int) -> tuple[int, int]:
 
 
 def sort_item_bytes(shape: WriteReadShape) -> int:
-    """Return the bytes of an item that the sort moves: its code, and its slot after the first pass."""
-    passes, bits = sort_passes(shape.slots)
-    return 4 if (passes - 1) * bits + SORT_CODE_BITS <= 32 else 8
+    """Return the bytes of an item of the sort: a slot, a token and a lane of its K and Q lanes."""
+    numbers = (shape.slots, shape.chunk, shape.writes + shape.reads)
+    return 4 if sum((number - 1).bit_length() for number in numbers) <= 32 else 8
 
 
-def sort_threads(shape: WriteReadShape) -> int:
-    """Return the threads of a block of the sort."""
-    return SORT_THREADS[shape.chunk * (shape.writes + shape.reads) > SORT_WIDE]
+def sort_bytes(shape: WriteReadShape) -> int:
+    """Return the bytes of a chunk's items in the sort's two buffers."""
+    return 2 * shape.chunk * (shape.writes + shape.reads) * sort_item_bytes(shape)
 
 
-def scan_threads(shape: WriteReadShape) -> int:
-    """Return the threads of a block of the scan."""
-    return SCAN_THREADS[shape.chunk * (shape.writes + shape.reads) > SORT_WIDE]
+def sorts_in_shared(shape: WriteReadShape) -> bool:
+    """Return whether the sort keeps a chunk's items in shared memory."""
+    return sort_bytes(shape) <= SORT_SHARED
+
+
+def scan_bytes(shape: WriteReadShape, backward: bool) -> int:
+    """Return the bytes of a chunk's weights, with those that a backward alone needs or without."""
+    return 4 * shape.chunk * (shape.writes + shape.reads + shape.writes * backward)
+
+
+def staged_weights(shape: WriteReadShape) -> bool:
+    """Return whether the scan passes a chunk's weights through shared memory: unless they are too many."""
+    return scan_bytes(shape, backward=True) <= SCAN_SHARED
 
 
 def phase1_buffers(shape: WriteReadShape, chunks: int) -> tuple[Buffer, ...]:
@@ -139,7 +145,7 @@ def phase1_buffers(shape: WriteReadShape, chunks: int) -> tuple[Buffer, ...]:
         Buffer("slot_reads", "int32", (chunks, slots, 2), kept=True),
     )
     return (
-        Buffer("payload", "int32", (chunks, ceil_div(lanes, 16) * 16)),
+        *(Buffer(name, "int32", (chunks, ceil_div(lanes, 16) * 16)) for name in ("payload", "sorted_slots")),
         Buffer("k_eff", "float32", (chunks, C, W)),
         Buffer("q_w", "float32", (chunks, C, R)),
         Buffer("strength", "float32", (chunks, C), kept),
@@ -149,7 +155,6 @@ def phase1_buffers(shape: WriteReadShape, chunks: int) -> tuple[Buffer, ...]:
         Buffer("partner_at", "int32", (chunks, C, W + R)),
         Buffer("slots", "uint8", (chunks, slots, RECORD_BYTES), kept),
         Buffer("slot_count", "int32", (chunks,), kept),
-        Buffer("totals", "uint8", (chunks, slots, RECORD_BYTES)),
         *(Buffer(name, "float32", (chunks, C, C)) for name in ("a", "qk")),
         *(Buffer(name, "float32", (chunks, C, C), kept) for name in ("x", "qx")),
         *(backward if kept else ()),
@@ -163,10 +168,21 @@ def phase1_kernels(shape: WriteReadShape) -> dict[str, KernelSpec]:
         "phase1_sort": KernelSpec(
             "phase1_sort.cu",
             ("phase1_sort",),
-            (index, ("ITEM", SORT_ITEMS[sort_item_bytes(shape)]), ("THREADS", str(sort_threads(shape)))),
+            (
+                index,
+                ("IN_SHARED", str(int(sorts_in_shared(shape)))),
+                ("ITEM", SORT_ITEMS[sort_item_bytes(shape)]),
+                ("THREADS", str(SORT_THREADS[sorts_in_shared(shape)])),
+            ),
         ),
         "phase1_scan": KernelSpec(
-            "phase1_scan.cu", ("phase1_scan",), (bank, index, ("THREADS", str(scan_threads(shape))))
+            "phase1_scan.cu",
+            ("phase1_scan",),
+            (
+                bank,
+                ("STAGED", str(int(staged_weights(shape)))),
+                ("THREADS", str(SCAN_THREADS[staged_weights(shape)])),
+            ),
         ),
         "phase1_gram": KernelSpec("phase1_gram.cu", ("phase1_gram",), (bank,)),
         "solve": SOLVE_KERNEL,
@@ -174,29 +190,25 @@ def phase1_kernels(shape: WriteReadShape) -> dict[str, KernelSpec]:
 
 
 def _sort(shape: WriteReadShape, chunks: int, device: DeviceModel) -> tuple[Launch, tuple[Buffer, ...]]:
-    lanes = shape.chunk * (shape.writes + shape.reads)
-    threads = sort_threads(shape)
-    blocks = min(chunks, SORT_BLOCKS_PER_SM[threads] * device.sm_count)
+    shared, held = sorts_in_shared(shape), sort_bytes(shape)
+    # In global memory the items of as many chunks as run at once.
+    blocks = chunks if shared else min(chunks, device.sm_count)
     passes, bits = sort_passes(shape.slots)
-    held = min(passes - 1, 2) * lanes * sort_item_bytes(shape)
-    kernel = phase1_kernels(shape)["phase1_sort"]
-    static = kernel_resources(kernel, "phase1_sort", device).static_shared
-    shared = held <= min(SORT_SHARED, device.shared_memory_per_block - static)
-    moved = chunks * lanes * (dtype_bytes(shape.index_dtype) + 4)
+    moved = chunks * shape.chunk * (shape.writes + shape.reads) * (dtype_bytes(shape.index_dtype) + 2 * 4)
     launch = Launch(
         name="phase1_sort",
-        kernel=kernel,
+        kernel=phase1_kernels(shape)["phase1_sort"],
         entry="phase1_sort",
         grid=(blocks, 1, 1),
-        block=(threads, 1, 1),
+        block=(SORT_THREADS[shared], 1, 1),
         arguments=(
-            *pointers("k_idx", "q_idx", "lengths", "cu_seqlens", "sort_scratch", "payload"),
+            *pointers("k_idx", "q_idx", "lengths", "cu_seqlens", "sort_scratch", "payload", "sorted_slots"),
             _SLAB,
             *int32s("slab_chunks", "P", "T", "C", "W", "R", "S", "shared_bank", "wide"),
             *int32s("digit_bits", "passes"),
         ),
         reads=("k_idx", "q_idx", "lengths", "cu_seqlens", "sort_scratch"),
-        writes=("sort_scratch", "payload"),
+        writes=("sort_scratch", "payload", "sorted_slots"),
         bytes_moved=moved,
         floor_bytes=moved,
         shared_memory=held if shared else 0,
@@ -205,21 +217,15 @@ def _sort(shape: WriteReadShape, chunks: int, device: DeviceModel) -> tuple[Laun
     return launch, () if shared else (Buffer("sort_scratch", "uint8", (blocks, held)),)
 
 
-def staged_weights(shape: WriteReadShape) -> bool:
-    """Return whether the scan stages a chunk's weights in shared memory; larger chunks are few at a time."""
-    return 4 * shape.chunk * (shape.writes + shape.reads) <= SCAN_STAGED
-
-
-def _scan(shape: WriteReadShape, chunks: int) -> Launch:
+def _scan(shape: WriteReadShape, chunks: int, backward: bool) -> Launch:
     C, W, R = shape.chunk, shape.writes, shape.reads
-    inputs = ("payload", "k_idx", "q_idx", "k_val", "q_val", "g", "beta", "lengths", "cu_seqlens")
+    inputs = ("payload", "sorted_slots", "k_val", "q_val", "g", "beta", "lengths", "cu_seqlens")
     logs = ("log_k", "log_q", "rex", "cpe")
-    sorted_records = ("write_entries", "write_terms", "partners", "partner_at")
-    records = (*sorted_records, "slots", "slot_count", "totals")
+    records = ("write_entries", "write_terms", "partners", "partner_at", "slots", "slot_count")
     results = ("k_eff", "q_w", "flags", "strength", *records, "repeats", *OF_THE_BACKWARD)
-    entry = 4 + dtype_bytes(shape.bank_dtype) + 4 + RECORD_BYTES
+    entry = 2 * 4 + dtype_bytes(shape.bank_dtype) + 4 + RECORD_BYTES
     moved = chunks * C * ((W + R) * entry + 2 * RECORD_BYTES * W)
-    moved += chunks * capacity(shape) * 2 * RECORD_BYTES
+    moved += chunks * capacity(shape) * RECORD_BYTES
     if shape.training:
         moved += chunks * (C * (4 * W + 2 * RECORD_BYTES * R) + read_capacity(shape) * RECORD_BYTES)
     return Launch(
@@ -227,17 +233,17 @@ def _scan(shape: WriteReadShape, chunks: int) -> Launch:
         kernel=phase1_kernels(shape)["phase1_scan"],
         entry="phase1_scan",
         grid=(chunks, 1, 1),
-        block=(scan_threads(shape), 1, 1),
+        block=(SCAN_THREADS[staged_weights(shape)], 1, 1),
         arguments=(
             *pointers(*inputs, *logs, *results),
             _SLAB,
-            *int32s("P", "T", "C", "W", "R", "S", "gates", "shared_bank", "wide", "staged"),
+            *int32s("P", "T", "C", "W", "R", "S", "gates", "wide"),
         ),
-        reads=(*inputs, "slots", "totals", "write_entries", "write_terms"),
+        reads=(*inputs, "write_entries", "write_terms"),
         writes=(*logs, *results),
         bytes_moved=moved,
         floor_bytes=moved,
-        shared_memory=4 * C * (W + R) if staged_weights(shape) else 0,
+        shared_memory=scan_bytes(shape, backward) if staged_weights(shape) else 0,
         note="exact fixed-point sums, one chunk a block",
     )
 
@@ -292,7 +298,7 @@ def plan_solve(chunks: int, chunk: int) -> Launch:
     )
 
 
-def plan_phase1(shape: WriteReadShape, steps: int, device: DeviceModel) -> Phase1:
+def plan_phase1(shape: WriteReadShape, steps: int, device: DeviceModel, *, backward: bool = True) -> Phase1:
     """Plan Phase 1 and the solve of one slab of ``steps`` steps.
 
     Parameters
@@ -303,10 +309,13 @@ def plan_phase1(shape: WriteReadShape, steps: int, device: DeviceModel) -> Phase
         Steps of a slab (see `slab_steps`).
     device : DeviceModel
         The GPU.
+    backward : bool
+        False: the caller takes nothing that a backward alone needs (`OF_THE_BACKWARD`), even in training.
     """
     chunks = steps * shape.streams
     sort, sort_scratch = _sort(shape, chunks, device)
+    scan = _scan(shape, chunks, shape.training and backward)
     return Phase1(
-        launches=(sort, _scan(shape, chunks), _gram(shape, chunks), plan_solve(chunks, shape.chunk)),
+        launches=(sort, scan, _gram(shape, chunks), plan_solve(chunks, shape.chunk)),
         buffers=(*sort_scratch, *phase1_buffers(shape, chunks)),
     )

@@ -106,9 +106,8 @@ def _forward_variants(pdl: bool) -> Iterator[KernelSpec]:
         for chunk, slots in product((1, 256), (1, 2**30)):  # items and blocks of the sort
             wide = WriteReadShape(1, 1, chunk, 128, 128, 1, slots, index_dtype=index)
             yield phase1_kernels(wide)["phase1_sort"]
-        for dtype in BANK_DTYPES:
-            wide = WriteReadShape(1, 1, 256, 128, 128, 1, 1, dtype, index_dtype=index)
-            yield phase1_kernels(wide)["phase1_scan"]
+    for dtype in BANK_DTYPES:
+        yield phase1_kernels(WriteReadShape(1, 1, 256, 128, 128, 1, 1, dtype))["phase1_scan"]
     for training, snapshot in ((False, "none"), *product((True,), SNAPSHOTS)):
         for shape in _forward_shapes(training=training, snapshot=snapshot):
             for columns, triggers in product(PRODUCT_COLUMNS, {False, pdl}):

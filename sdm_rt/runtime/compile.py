@@ -7,13 +7,14 @@ and the last good module, which goes on serving while an edited source does not 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import cache
@@ -135,6 +136,10 @@ class _Good:
     module: LoadedModule
 
 
+class _Noted(threading.local):
+    specs: set[KernelSpec] | None = None
+
+
 class Kernels:
     """The compiled kernels of a process.
 
@@ -150,6 +155,7 @@ class Kernels:
         self._lock = threading.RLock()
         self._good: dict[tuple[KernelSpec, int], _Good] = {}
         self._failed: dict[tuple[str, str], str] = {}
+        self._noted = _Noted()
         self.generation = 0
         """How often a module took the place of an earlier one of its specification."""
 
@@ -158,12 +164,23 @@ class Kernels:
 
         Whoever keeps a module asks this, since another keeper of it may have loaded an edited source already.
         """
+        if self._noted.specs is not None:
+            self._noted.specs.update(specs)
         return generation == self.generation and self._tree.are_current(specs)
 
     def is_loaded(self, spec: KernelSpec, gpu: Gpu) -> bool:
         """Return whether ``load`` has a module of the current source at hand."""
         good = self._good.get((spec, gpu.index))
         return good is not None and self._tree.is_current(spec)
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[set[KernelSpec]]:
+        """Collect the specifications whose kernels this thread uses in a ``with`` block."""
+        before, self._noted.specs = self._noted.specs, set()
+        try:
+            yield self._noted.specs
+        finally:
+            self._noted.specs = before
 
     def load_all(self, specs: Iterable[KernelSpec], gpu: Gpu) -> list[LoadedModule]:
         """Load several specifications; the progress line says how many are left."""
@@ -192,6 +209,8 @@ class Kernels:
         MissingDependencyError
             Where NVRTC is missing or older than the GPU.
         """
+        if self._noted.specs is not None:
+            self._noted.specs.add(spec)
         with self._lock:
             good = self._good.get((spec, gpu.index))
             try:

@@ -17,7 +17,7 @@ from sdm_rt.runtime import driver
 from sdm_rt.runtime.driver import check, library
 from sdm_rt.runtime.launcher import PreparedLaunch
 
-__all__ = ["CapturedLaunches", "Recording", "Values", "capture", "record"]
+__all__ = ["CapturedLaunches", "Recording", "Values", "capture", "new_stream", "record"]
 
 Values = Mapping[str, Any]
 
@@ -177,7 +177,16 @@ def capture(
     return CapturedLaunches(graph, executable, context, nodes, keep)
 
 
-def record(launch_all: Callable[[int], None], context: int) -> Recording:
+def new_stream(context: int) -> int:
+    """Return a new stream to capture on; it lives as long as the process."""
+    stream = ctypes.c_void_p()
+    with driver.current_context(context), driver.relaxed_capture_mode():
+        check(library().cuStreamCreate(ctypes.byref(stream), NON_BLOCKING), "cuStreamCreate")
+    assert stream.value is not None
+    return stream.value
+
+
+def record(launch_all: Callable[[int], None], context: int, stream: int | None = None) -> Recording:
     """Capture launches into a CUDA graph that replays them as they are.
 
     Parameters
@@ -186,20 +195,25 @@ def record(launch_all: Callable[[int], None], context: int) -> Recording:
         Makes the launches on the stream it is given.
     context : int
         The context of their GPU (``driver.primary_context``).
+    stream : int, optional
+        Where to capture (`new_stream`); default: a stream that is gone afterwards.
 
     Raises
     ------
     RuntimeError
         With the driver's error; the capture has been ended and later calls work.
     """
-    return Recording(*_instantiate(lambda stream: launch_all(stream.value or 0), context), context)
+    return Recording(*_instantiate(lambda on: launch_all(on.value or 0), context, stream), context)
 
 
-def _instantiate(launch_all: Callable[[ctypes.c_void_p], None], context: int) -> tuple[int, int]:
-    """Return the graph that a stream of its own captures, and its executable."""
-    graph, executable, stream = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+def _instantiate(
+    launch_all: Callable[[ctypes.c_void_p], None], context: int, own: int | None = None
+) -> tuple[int, int]:
+    """Return the graph that the stream ``own``, or one made for it, captures, and its executable."""
+    graph, executable, stream = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p(own)
     with driver.current_context(context), driver.relaxed_capture_mode():
-        check(library().cuStreamCreate(ctypes.byref(stream), NON_BLOCKING), "cuStreamCreate")
+        if own is None:
+            check(library().cuStreamCreate(ctypes.byref(stream), NON_BLOCKING), "cuStreamCreate")
         try:
             check(library().cuStreamBeginCapture_v2(stream, THREAD_LOCAL), "cuStreamBeginCapture")
             try:
@@ -216,7 +230,8 @@ def _instantiate(launch_all: Callable[[ctypes.c_void_p], None], context: int) ->
                 library().cuGraphDestroy(graph)
             raise
         finally:
-            library().cuStreamDestroy_v2(stream)
+            if own is None:
+                library().cuStreamDestroy_v2(stream)
     assert graph.value is not None
     assert executable.value is not None
     return graph.value, executable.value

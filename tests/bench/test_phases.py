@@ -65,11 +65,16 @@ def test_layer(stand_in, capsys: pytest.CaptureFixture[str]) -> None:
         assert finite(row, "cuda_graph_step_ms", "op_step_floor_ms", "op_no_grad_floor_ms")
         assert row["op_step_floor_ms"] > row["op_no_grad_floor_ms"]
     assert [row["B"] for row in figures["layer_decode"]] == [1, 3]
-    assert all(finite(row, "gpu_ms", "host_ms") for row in figures["layer_decode"])
+    for row in figures["layer_decode"]:
+        assert finite(row, "gpu_ms", "host_ms", "cuda_graph_gpu_ms", "cuda_graph_host_ms")
+        assert row["cuda_graph_replayed"] is False  # of CPU tensors
     assert (figures["topk"]["rows"], figures["topk"]["k"]) == (5, 4)
     assert finite(figures["topk"], "gpu_ms")
     json.dumps(figures)
-    assert "top-k of 5 rows, k = 4" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "top-k of 5 rows, k = 4" in printed
+    assert "decode, B = 3: " in printed
+    assert "decode, B = 3, cuda_graph=True: " in printed
 
 
 def test_the_layer_is_that_of_the_comparison() -> None:

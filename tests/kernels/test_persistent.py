@@ -206,23 +206,30 @@ def test_every_cut_gives_the_same_bits(
 
 
 @pytest.mark.parametrize(
-    ("list_tokens", "in_place", "training"), [(3, False, True), (1, True, False), (3, True, True)]
+    ("ring", "list_tokens", "in_place", "training"),
+    [(3, 3, False, True), (1, 1, True, False), (3, 3, True, True), (1, 3, False, True)],
 )
 def test_every_layout_gives_the_same_bits(
-    backend: Backend, list_tokens: int, in_place: bool, training: bool, monkeypatch: pytest.MonkeyPatch
+    backend: Backend,
+    ring: int,
+    list_tokens: int,
+    in_place: bool,
+    training: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Lists of a few tokens at a time; delta in the place of residual, in several passes."""
+    """Few rows under way; lists of a few tokens; delta in the place of residual, in several passes."""
     problem = make_problem(1, 141, 3, 4, 20, 30, writes="repeats", seed=2).cast(torch.float32)
     layouts = persistent._layouts
 
     def few(shape: Any, config: PersistentConfig, vector: int) -> Any:
         for _ in layouts(shape, config, vector):
-            shared = persistent._shared_memory(shape, config, vector, list_tokens, in_place)
-            yield persistent.Layout(list_tokens, in_place, shared)
+            shared = persistent._shared_memory(shape, config, vector, ring, list_tokens, in_place)
+            yield persistent.Layout(ring, list_tokens, in_place, shared)
 
     monkeypatch.setattr(persistent, "_layouts", few)
     got = check(backend, problem, 139, training=training)
     assert (got.values["list_tokens"], got.values["in_place"]) == (list_tokens, in_place)
+    assert dict(got.plan.prologue[-1].kernel.defines)["RING"] == str(ring)
 
 
 @pytest.mark.parametrize(

@@ -267,16 +267,19 @@ def layer(records: Records) -> str:
     tokens = {row["B"]: row["gpu_ms"] for row in records.reference["layer_decode"]}
     for row in records.figures("layer", "layer_decode") or []:
         other_ms = tokens.get(row["B"])
-        times = _timed(row["gpu_ms"], row["host_ms"])
-        lines.append(
-            [
-                f"one decode token, B = {row['B']}",
-                times,
-                number(other_ms),
-                ratio(row["gpu_ms"], other_ms),
-                "-",
-            ]
-        )
+        for prefix, what in (("", ""), ("cuda_graph_", ", `cuda_graph=True`")):
+            if f"{prefix}gpu_ms" not in row:  # in older records
+                continue
+            gpu = row[f"{prefix}gpu_ms"]
+            lines.append(
+                [
+                    f"one decode token, B = {row['B']}{what}",
+                    _timed(gpu, row[f"{prefix}host_ms"]),
+                    number(other_ms),
+                    ratio(gpu, other_ms),
+                    "-",
+                ]
+            )
     topk: dict[str, Any] = records.figures("layer", "topk") or {}
     if topk:
         other_ms = records.reference["topk"]["gpu_ms"]

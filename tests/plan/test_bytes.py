@@ -107,13 +107,13 @@ def test_bytes_moved_by_hand() -> None:
 def test_phase_1_bytes_by_hand() -> None:
     """A chunk of one token with two writes and three reads, bfloat16 bank, 9 slots."""
     sort, scan, gram, solve = plan_forward(WriteReadShape(1, 1, 1, 2, 3, 8, 9), preset("h100")).prologue
-    # Five int64 indices to five entries.
-    assert sort.bytes_moved == 5 * (8 + 4)
-    # Each entry: itself, its weight, what Phase 2 uses of it, its partners. Each write: its entry, its term.
-    # At most two slots: a record and a total. For the backward, each write's weight, each read's entry and
-    # term, and a record of the at most three slots read.
+    # Five int64 indices to five entries and their slots.
+    assert sort.bytes_moved == 5 * (8 + 4 + 4)
+    # Each entry: itself and its slot, its weight, what Phase 2 uses of it, its partners. Each write: its
+    # entry, its term. At most two slots: a record. For the backward, each write's weight, each read's
+    # entry and term, and a record of the at most three slots read.
     kept = 2 * 4 + 3 * (16 + 16) + 3 * 16
-    assert scan.bytes_moved == 5 * (4 + 2 + 4 + 16) + 2 * (16 + 16) + 2 * (16 + 16) + kept
+    assert scan.bytes_moved == 5 * (4 + 4 + 2 + 4 + 16) + 2 * (16 + 16) + 2 * 16 + kept
     # Where the partners of each entry are, and its weight; a and qk.
     assert gram.bytes_moved == 5 * (4 + 2) + 2 * 4
     # a, qk, x and qx; beta.

@@ -74,10 +74,11 @@ def test_threads_move_16_bytes_where_rows_are_aligned(shape: DecodeShape, vector
 
 
 def test_shared_memory_by_hand() -> None:
-    # Per write 3 words, per read 2, both rounded up to 4; 33 words a column.
-    assert decode_shared_memory(64, 64, 64) == 4 * (192 + 128 + 33 * 64)
-    assert decode_shared_memory(5, 1, 8) == 4 * (3 * 8 + 2 * 4 + 33 * 8)
-    assert only_launch(DecodeShape(16, 64, 64, 1024)).shared_memory == 9728
+    # Per write 4 words and per read one, both counts rounded up to 4; 4 words for beta; per column v and two
+    # words a warp, of which there is one for each thread across a row.
+    assert decode_shared_memory(64, 64, 8, 64) == 4 * (256 + 64 + 4 + 17 * 64)
+    assert decode_shared_memory(5, 1, 1, 8) == 4 * (4 * 8 + 4 + 4 + 3 * 8)
+    assert only_launch(DecodeShape(16, 64, 64, 1024)).shared_memory == 5648
 
 
 def test_few_streams_get_narrower_slices_until_every_sm_has_a_block() -> None:

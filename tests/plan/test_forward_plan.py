@@ -78,7 +78,7 @@ def test_constants_name_every_number_that_a_shape_fixes() -> None:
     by_call = {"step", "slab_step", "row_stride", "shared_bank", "wide"}
     assert forward_constants(plan).keys() == numbers - by_call
     values = {"P": 2, "T": 150, "C": 64, "W": 8, "R": 8, "D": 128, "S": 256, "gates": 1, "slab_chunks": 6}
-    assert forward_constants(plan) == {**values, "passes": 1, "digit_bits": 8, "staged": 1}
+    assert forward_constants(plan) == {**values, "passes": 1, "digit_bits": 8}
     gates = dataclasses.replace(SMALL, gates_per_write=True)
     assert forward_constants(plan_forward(gates, preset("h100")))["gates"] == 8
 
@@ -95,10 +95,19 @@ def test_the_sort_covers_the_bits_of_a_slot(slots: int, passes: int, bits: int) 
 # ---- shared memory ----
 
 
+def item_bytes(C: int, lanes: int, slots: int) -> int:
+    """Slot, token and lane side by side."""
+    return 4 if (slots - 1).bit_length() + (C - 1).bit_length() + (lanes - 1).bit_length() <= 32 else 8
+
+
 def sort_bytes(C: int, lanes: int, slots: int) -> int:
-    """Items between two passes, in two buffers where there is more than one such time."""
-    passes = -(-(slots - 1).bit_length() // 8)
-    return min(passes - 1, 2) * C * lanes * 4
+    """Items in two buffers."""
+    return 2 * C * lanes * item_bytes(C, lanes, slots)
+
+
+def scan_bytes(C: int, W: int, R: int, training: bool) -> int:
+    """A float of every entry; for a backward one more of every write."""
+    return 4 * C * (W + R + (W if training else 0))
 
 
 def gram_bytes(C: int) -> int:
@@ -129,7 +138,7 @@ def test_shared_memory_by_hand(C: int, training: bool) -> None:
     # Nine offsets of 8 bytes and weights of 4; four rows of 1,024 sums.
     assert {one.name: one.shared_memory for one in plan.kernels()} == {
         "phase1_sort": sort_bytes(C, 16, 4096),
-        "phase1_scan": 4 * C * 16,
+        "phase1_scan": scan_bytes(C, 7, 9, training),
         "phase1_gram": gram_bytes(C),
         "solve": solve_bytes(C),
         "gather": 9 * 12 + 4 * 4 * 1024,
@@ -142,7 +151,8 @@ def test_shared_memory_by_hand(C: int, training: bool) -> None:
 @pytest.mark.parametrize(
     ("name", "C", "need"),
     [
-        ("phase1_sort", 64, 32_768),
+        ("phase1_sort", 64, 65_536),
+        ("phase1_sort", 65, 0),
         ("phase1_scan", 64, 32_768),
         ("phase1_scan", 128, 65_536),
         ("phase1_scan", 129, 0),
@@ -161,57 +171,50 @@ def test_shared_memory_in_figures(name: str, C: int, need: int) -> None:
     assert launch(plan_forward(shape, preset("h100")), name).shared_memory == need
 
 
+@pytest.mark.parametrize("device", ["h100", "rtx4090"])
 @pytest.mark.parametrize(
-    ("device", "chunk", "slots", "shared_memory"),
+    ("chunk", "lanes", "slots", "item", "threads"),
     [
-        ("h100", 256, 65_536, 131_072),  # 32,768 entries of 4 bytes
-        ("h100", 256, 65_537, 0),  # three passes: two buffers
-        ("h100", 256, 256, 0),  # one pass moves no item
-        ("h100", 64, 2**31 - 1, 2 * 64 * 128 * 8),  # 17 bits of a code and 24 of a slot: 8 bytes
-        ("a100", 256, 65_536, 131_072),
-        ("rtx4090", 256, 65_536, 0),  # more than it has
-        ("rtxpro6000", 128, 65_536, 65_536),
+        (64, 128, 65_536, "unsigned", "256"),  # 16 + 6 + 7 bits; 8,192 entries of 4 bytes, twice
+        (64, 129, 65_536, "unsigned", "1024"),  # more than 64 KiB
+        (256, 256, 65_536, "unsigned", "1024"),  # 16 + 8 + 8 bits
+        (256, 257, 65_536, "unsigned long long", "1024"),
+        (64, 64, 2**20, "unsigned", "256"),
+        (64, 64, 2**20 + 1, "unsigned long long", "256"),
+        (64, 65, 2**31 - 1, "unsigned long long", "1024"),
     ],
 )
-def test_the_sort_keeps_its_items_in_shared_memory_where_they_fit(
-    device: str, chunk: int, slots: int, shared_memory: int
+def test_an_item_holds_slot_token_and_lane_and_lies_in_shared_memory_where_it_fits(
+    device: str, chunk: int, lanes: int, slots: int, item: str, threads: str
 ) -> None:
-    shape = WriteReadShape(2, 1024, chunk, 64, 64, 1024, slots, training=False)
+    shape = WriteReadShape(2, 1024, chunk, lanes // 2, lanes - lanes // 2, 1024, slots, training=False)
     plan = plan_forward(shape, preset(device))
     sort = launch(plan, "phase1_sort")
-    assert sort.shared_memory == shared_memory
+    shared = threads == "256"
+    assert dict(sort.kernel.defines) == {
+        "INDEX": "long long",
+        "IN_SHARED": str(int(shared)),
+        "ITEM": item,
+        "THREADS": threads,
+    }
+    held = sort_bytes(chunk, lanes, slots)
+    assert (held <= 65_536) == shared
+    assert sort.shared_memory == (held if shared else 0)
     scratch = sum(buffer.bytes for buffer in plan.buffers if buffer.name == "sort_scratch")
-    passes = -(-(slots - 1).bit_length() // 8)
-    item = {"unsigned": 4, "unsigned long long": 8}[dict(sort.kernel.defines)["ITEM"]]
-    held = min(passes - 1, 2) * chunk * 128 * item
-    assert scratch == (0 if shared_memory else sort.grid[0] * held)
+    assert scratch == (0 if shared else sort.grid[0] * held)
 
 
 @pytest.mark.parametrize(
-    ("chunk", "lanes", "threads"), [(64, 128, "512"), (128, 64, "512"), (128, 65, "1024"), (256, 256, "1024")]
+    ("chunk", "lanes", "threads"), [(64, 128, "512"), (128, 64, "512"), (128, 65, "768"), (256, 256, "768")]
 )
-def test_a_long_sort_takes_more_threads(chunk: int, lanes: int, threads: str) -> None:
-    shape = WriteReadShape(2, 1024, chunk, lanes, lanes, 1024, 4096, training=False)
-    assert defines(shape, "phase1_sort")["THREADS"] == threads
-
-
-@pytest.mark.parametrize(
-    ("slots", "item"),
-    [(256, "unsigned"), (2**16, "unsigned"), (2**21, "unsigned"), (2**21 + 1, "unsigned long long")],
-)
-def test_an_item_holds_its_code_and_what_the_first_pass_leaves_of_its_slot(slots: int, item: str) -> None:
-    """17 bits of a code leave 15: two digits of 7 of a 21-bit slot, but not two of 8."""
-    passes, bits = sort_passes(slots)
-    assert (item == "unsigned") == (17 + (passes - 1) * bits <= 32)
-    assert defines(dataclasses.replace(SMALL, slots=slots), "phase1_sort")["ITEM"] == item
-
-
-@pytest.mark.parametrize(
-    ("chunk", "lanes", "threads"), [(64, 128, "256"), (128, 64, "256"), (128, 65, "512"), (256, 256, "512")]
-)
-def test_the_scan_of_a_large_chunk_takes_more_threads(chunk: int, lanes: int, threads: str) -> None:
-    shape = WriteReadShape(2, 1024, chunk, lanes, lanes, 1024, 4096, training=False)
-    assert defines(shape, "phase1_scan")["THREADS"] == threads
+def test_the_scan_of_a_large_chunk_takes_more_threads_and_no_shared_memory(
+    chunk: int, lanes: int, threads: str
+) -> None:
+    shape = WriteReadShape(2, 1024, chunk, lanes, lanes, 1024, 4096)
+    scan = launch(plan_forward(shape, preset("rtx4090")), "phase1_scan")
+    staged = threads == "512"
+    assert dict(scan.kernel.defines) == {"BANK": "Bf16", "STAGED": str(int(staged)), "THREADS": threads}
+    assert scan.shared_memory == (scan_bytes(chunk, lanes, lanes, True) if staged else 0)
 
 
 @pytest.mark.parametrize("device", PRESETS)

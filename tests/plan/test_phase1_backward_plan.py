@@ -47,6 +47,12 @@ def test_macros_and_blocks_are_those_of_the_kernels(name: str) -> None:
     assert planned.block == (constant(name, "THREADS"), 1, 1)
 
 
+def test_the_call_gives_the_one_number_that_shapes_do_not_fix() -> None:
+    plan = plan_phase1_backward(CHUNKS, preset("h100"), det=False)
+    numbers = {a.name for one in plan.kernels() for a in one.arguments if a.kind != "pointer"}
+    assert numbers - phase1_backward_constants(plan).keys() - {"slab_step"} == {"wide"}
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_chosen_variant_is_a_variant_of_the_table(target: str) -> None:
     known = set(variants(target))
@@ -154,7 +160,7 @@ def test_buffers_are_the_scratch_and_the_results() -> None:
     names = {a.name for one in plan.kernels() for a in one.arguments if a.kind == "pointer"}
     given = {"payload", "k_val", "q_val", "g", "beta", "repeats", "d_a", "d_qk", "d_k_eff", "d_k_pd", "d_q_w"}
     given |= {"given_log_k", "given_log_q", "given_rex"}
-    null = {"k_idx", "q_idx", "lengths", "cu_seqlens", "log_k", "log_q", "rex", "cpe", "flags", "d_tot"}
+    null = {"sorted_slots", "lengths", "cu_seqlens", "log_k", "log_q", "rex", "cpe", "flags", "d_tot"}
     assert {buffer.name for buffer in plan.buffers} == names - given - null - {"gate_gradients"}
 
 
@@ -166,7 +172,7 @@ def test_constants_name_every_number_that_a_shape_fixes(dtype: str, per_write: b
     numbers = {a.name for one in plan.kernels() for a in one.arguments if a.kind != "pointer"}
     assert phase1_backward_constants(plan).keys() == numbers - {"slab_step", "shared_bank", "wide"}
     sizes = {"P": 6, "T": 64, "C": 64, "W": 8, "R": 9, "S": 2**31 - 1, "gates": 8 if per_write else 1}
-    assert phase1_backward_constants(plan) == {**sizes, "staged": 1, "grad_gates": 8, "stage_outputs": 1}
+    assert phase1_backward_constants(plan) == {**sizes, "grad_gates": 8, "stage_outputs": 1}
 
 
 def test_a_call_of_several_steps_or_without_training_is_refused() -> None:

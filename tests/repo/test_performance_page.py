@@ -73,7 +73,13 @@ def made_up(scale: float = 0.5) -> Records:
         "layer": {
             "layer": layer,
             "layer_decode": [
-                {"B": 1, "gpu_ms": 0.24, "host_ms": 0.2},
+                {
+                    "B": 1,
+                    "gpu_ms": 0.24,
+                    "host_ms": 0.2,
+                    "cuda_graph_gpu_ms": 0.12,
+                    "cuda_graph_host_ms": 0.0625,
+                },
                 {"B": 8, "gpu_ms": 0.48, "host_ms": 0.2},
             ],
             "topk": {"rows": 65536, "k": 64, "gpu_ms": 0.16, "host_ms": 0.01},
@@ -158,6 +164,9 @@ def test_goals_by_hand() -> None:
     assert goal(records, "decode token of the layer, B = 1, against plain").met is True
     assert goal(records, "decode token of the layer, B = 8, against plain").value == pytest.approx(0.5)
     assert goal(records, "decode token of the layer, B = 8, against plain").met is False
+    replayed = "decode token of the layer with `cuda_graph=True`, B = {}, against plain"
+    assert goal(records, replayed.format(1)).value == pytest.approx(0.125)
+    assert replayed.format(8) not in [goal.name for goal in goals(records)]  # that record has none
     assert goal(records, "layer, T = 32,768, forward and backward, against graph").value == pytest.approx(
         20 / 58.9
     )
@@ -208,6 +217,10 @@ def test_sections_show_the_figures() -> None:
     assert "| **any kernel, ms a step** | 11.1 | - | 1.50 |" in listed
     assert "| flagship fp8 | 3.58 | 7.15 | 0.50 | 0.50 | - | - |" in SECTIONS["memory"](records)
     assert "T = 32,768, cuda_graph_step: ValueError: made up." in SECTIONS["layer"](records)
+    listed = SECTIONS["layer"](records)
+    assert "| one decode token, B = 1 | 0.24 (0.20) | 0.96 | 0.25 | - |" in listed
+    assert "| one decode token, B = 1, `cuda_graph=True` | 0.12 (0.06) | 0.96 | 0.12 | - |" in listed
+    assert "B = 8, `cuda_graph=True`" not in listed
     assert "| T, training | 4 to 64 | 16 | 4.0 | 4.00 (4 to 16) |" in SECTIONS["scaling"](records)
     assert "- S = 64, training: needs 200.0 GiB, 140.0 GiB are free" in SECTIONS["scaling"](records)
     records.phases["forward"]["schedule"] = "stepwise"

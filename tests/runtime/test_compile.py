@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 import warnings
 from dataclasses import replace
@@ -87,6 +88,19 @@ def test_every_keeper_of_a_module_learns_of_an_edit(kernels: Kernels, sources: P
     kernels.load(SPEC, HOPPER)  # by one keeper: the sources have been read again
     assert not kernels.are_current([SPEC], first)
     assert kernels.are_current([SPEC], kernels.generation)
+
+
+def test_whoever_notes_learns_which_kernels_its_thread_uses(kernels: Kernels, sources: Path) -> None:
+    other = replace(SPEC, defines=(("N", "7"), *SPEC.defines))
+    with kernels.noting() as used:
+        kernels.load(SPEC, HOPPER)
+        thread = threading.Thread(target=lambda: kernels.are_current([other], 0))
+        thread.start()
+        thread.join()
+        assert used == {SPEC}
+        kernels.are_current([other], kernels.generation)
+    kernels.are_current([replace(other, file="none.cu")], 0)
+    assert used == {SPEC, other}
 
 
 def test_touching_a_file_compiles_nothing(kernels: Kernels, sources: Path) -> None:

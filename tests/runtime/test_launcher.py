@@ -224,3 +224,18 @@ def test_a_capture_that_fails_leaves_the_next_call_working(fake: FakeDriver) -> 
     assert fake.graphs == {}
     fake.fail_launch = 0
     assert len(captured(fake, 2)) == 2
+
+
+def test_a_recording_on_a_given_stream_leaves_the_stream(
+    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    destroyed = []
+    monkeypatch.setattr(fake, "cuStreamDestroy_v2", lambda stream: destroyed.append(stream.value))
+    stream = graph.new_stream(CONTEXT)
+    seen = []
+    recording = graph.record(seen.append, CONTEXT, stream)
+    assert (seen, destroyed, fake.capture_mode) == ([stream], [], 0)
+    assert not fake.capturing
+    recording.replay(STREAM)
+    graph.record(seen.append, CONTEXT)
+    assert destroyed == [0x51]

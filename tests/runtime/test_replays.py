@@ -41,7 +41,7 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """Replace the driver; return the set of streams that are being captured."""
     streams: set[int] = set()
     monkeypatch.setattr(replays.driver, "stream_is_capturing", streams.__contains__)
-    monkeypatch.setattr(replays, "_pool", replays._Pool())
+    monkeypatch.setattr(replays, "_pool", replays.GraphPool())
     return streams
 
 

@@ -15,6 +15,7 @@ inline void pdl_wait() {
 inline void pdl_trigger() {
     emulator::pdl_trigger();
 }
+inline void prefetch_l2_if(bool, const void*) {}
 template <class T>
 inline T* dynamic_shared() {
     return static_cast<T*>(emulator::dynamic_shared());
@@ -119,6 +120,8 @@ inline float add_unflushed(float a, float b) {
 
 inline void renew(int&) {}
 inline void renew(unsigned&) {}
+template <class T>
+inline void renew(T*&) {}
 
 // ---- conversions, to nearest even ----
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
@@ -65,7 +66,24 @@ def cases() -> Iterator[Case]:
 
 
 CASES = list(cases())
-SPECS = sorted({case.kernel() for case in CASES})
+RINGS = persistent.RINGS
+
+
+@contextmanager
+def under_way(ring: int) -> Iterator[None]:
+    """Plans have ``ring`` batches of rows under way."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(persistent, "RINGS", (ring,))
+        yield
+
+
+def specs() -> Iterator[KernelSpec]:
+    for ring in RINGS:
+        with under_way(ring):
+            yield from (case.kernel() for case in CASES)
+
+
+SPECS = sorted(set(specs()))
 
 
 def check(case: Case) -> None:
@@ -83,11 +101,12 @@ def check(case: Case) -> None:
     assert got.repeats == want.repeats, case
 
 
+@pytest.mark.parametrize("ring", RINGS)
 @pytest.mark.parametrize(("dtype", "D"), sorted({(case.dtype, case.D) for case in CASES}))
-def test_variants(dtype: str, D: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variants(dtype: str, D: int, ring: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By clusters of one block, which are the same kernels; `tests/kernels` has those of more."""
     slice_bytes = WIDE_SLICE if D * dtype_bytes(dtype) > WIDE_SLICE else NARROW_SLICE
     monkeypatch.setattr(persistent, "configs", lambda *_: iter([PersistentConfig(slice_bytes, 1)]))
     chosen = [case for case in CASES if (case.dtype, case.D) == (dtype, D)]
-    with ThreadPoolExecutor(PARALLEL_BUILDS) as pool:
+    with under_way(ring), ThreadPoolExecutor(PARALLEL_BUILDS) as pool:
         list(pool.map(check, chosen))

@@ -254,6 +254,17 @@ def test_snapshots_with_a_scale_a_row_are_refused(backend: Backend, snapshot: st
         planned_forward(problem, 16, model, training=True, snapshot=snapshot, schedule="persistent")
 
 
+def emulate_without(planned: Any, file: str, text: str) -> None:
+    """Execute a planned forward without a piece of a kernel's text."""
+    emulate(
+        planned.calls,
+        outputs=[planned.readings],
+        scratch=planned.scratch,
+        replacements=[Replacement(file, text, "")],
+        builds=("access",),
+    )
+
+
 BARRIERS = {
     "gather": ("persistent_forward.cu", "cluster_sync();  // residual is whole"),
     "place": ("walk_products.cuh", "if (in_place) cluster_sync();"),
@@ -272,15 +283,8 @@ def test_no_cluster_barrier_can_be_left_out(
     monkeypatch.setattr(persistent, "_layouts", lambda *call: [one for one in layouts(*call) if one.in_place])
     problem = make_problem(1, 40, 4, 4, 24, 20, seed=3).cast(torch.bfloat16)
     planned = planned_forward(problem, 16, device_model(backend), training=True, schedule="persistent")
-    file, text = BARRIERS[barrier]
     with pytest.raises(EmulatorError) as caught:
-        emulate(
-            planned.calls,
-            outputs=[planned.readings],
-            scratch=planned.scratch,
-            replacements=[Replacement(file, text, "")],
-            builds=("access",),
-        )
+        emulate_without(planned, *BARRIERS[barrier])
     assert caught.value.kind in ("race", "unwritten")
 
 
@@ -310,16 +314,9 @@ def test_no_wait_for_copies_can_be_left_out(backend: Backend, wait: str) -> None
             planned_forward(problem, chunk, device_model(backend), schedule="persistent") for _ in range(2)
         )
     execute(backend, right.calls, outputs=[right.readings], scratch=right.scratch)
-    file, text = WAITS[wait]
     found = None
     try:
-        emulate(
-            planned.calls,
-            outputs=[planned.readings],
-            scratch=planned.scratch,
-            replacements=[Replacement(file, text, "")],
-            builds=("access",),
-        )
+        emulate_without(planned, *WAITS[wait])
     except EmulatorError as error:
         found = error.kind
     banks = planned.values["memory"], right.values["memory"]

@@ -225,7 +225,7 @@ KERNEL = "persistent_backward.cu"
 BARRIERS = {
     "gwr": (
         Replacement(KERNEL, "ptx::copy_wait<0>();\n        arrive();", "ptx::copy_wait<0>();"),
-        Replacement(KERNEL, "wait();  // gwr is whole", ""),
+        Replacement(KERNEL, "wait();           // gwr is whole", ""),
     ),
     "lam": (
         Replacement(KERNEL, "held = written_rows().load_held(step, 0);\n                arrive();", ""),

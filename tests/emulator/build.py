@@ -9,6 +9,7 @@ import functools
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -31,6 +32,7 @@ __all__ = [
     "CompileError",
     "Replacement",
     "execute",
+    "kernel_sources",
     "library",
     "require",
     "runner",
@@ -50,13 +52,15 @@ PARALLEL_BUILDS = 2
 TIMEOUT = 300  # seconds of one compile or run
 
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-RUNNER_FLAGS = {"access": ("-O2", "-DEMULATOR_TRACK"), "address": ("-O1", *SANITIZERS)}
-KERNEL_FLAGS = {"access": ("-fsanitize=thread",), "address": SANITIZERS}
+RUNNER_FLAGS = {"access": ("-O2", "-DEMULATOR_TRACK"), "address": ("-O2", *SANITIZERS)}
+# The access build sees what the optimizer leaves of a copy: without it memcpy would pass unseen.
+KERNEL_FLAGS = {"access": ("-O1", "-fsanitize=thread"), "address": ("-O0", *SANITIZERS)}
 # Under -fsanitize=thread only the hooks are wanted: the runner has its own in place of the run-time library.
 LINK_FLAGS: dict[BuildKind, tuple[str, ...]] = {"access": (), "address": SANITIZERS}
 COMMON_FLAGS = ("-std=c++17", "-g1", "-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-unknown-pragmas")
 # Type punning through pointers is CUDA's custom; products and sums stay separate, as written.
-DIALECT_FLAGS = ("-O1", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off")
+DIALECT_FLAGS = ("-fPIC", "-fno-strict-aliasing", "-ffp-contract=off")
+INCLUDED = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 PDL_MACROS = ("SDM_PDL_WAIT", "SDM_PDL_TRIGGER")  # read by ptx.cuh alone; here they travel with the launch
 
 
@@ -146,9 +150,16 @@ def _texts(folder: Path, *patterns: str) -> dict[str, str]:
 
 def _build(key: str, name: str, files: Mapping[str, str], commands: Sequence[Sequence[str]]) -> Path:
     """Run commands in a folder that holds `files`; keep the folder under its key once they have succeeded."""
+    import fcntl  # not on Windows, where collecting the tests must work
+
     folder = _cache_folder() / key
-    if not (folder / name).exists():
-        _cache_folder().mkdir(mode=0o700, exist_ok=True)
+    if (folder / name).exists():
+        return folder / name
+    _cache_folder().mkdir(mode=0o700, exist_ok=True)
+    with open(folder.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one process builds, the others wait for it
+        if (folder / name).exists():
+            return folder / name
         with tempfile.TemporaryDirectory(dir=_cache_folder()) as work:
             for file, text in files.items():
                 Path(work, file).write_text(text)
@@ -156,12 +167,8 @@ def _build(key: str, name: str, files: Mapping[str, str], commands: Sequence[Seq
                 done = execute(command, cwd=work)
                 if done.returncode:
                     raise CompileError(done.stderr)
-            try:
-                os.rename(work, folder)
-                os.mkdir(work)  # for the context manager to remove
-            except OSError:
-                if not (folder / name).exists():
-                    raise
+            os.rename(work, folder)
+            os.mkdir(work)  # for the context manager to remove
     return folder / name
 
 
@@ -176,19 +183,28 @@ def runner(kind: BuildKind) -> Path:
 
 
 def kernel_sources(spec: KernelSpec, replacements: Sequence[Replacement] = ()) -> dict[str, str]:
-    """Return a translation unit's files by name: the kernel's, and all headers of kernels_cu but ptx.cuh.
+    """Return a translation unit's files by name: the kernel's and its own headers, but for ptx.cuh.
+
+    A replacement in a header that the kernel does not include is left out.
 
     Raises
     ------
     AssertionError
-        If the text that a replacement looks for is not there exactly once.
+        If the text that a replacement looks for is not there exactly once, or its file is missing.
     """
-    headers = _texts(KERNELS_CU, "*.cuh")
-    del headers["ptx.cuh"]
-    folder = next(folder for folder in (KERNELS_CU, TEST_KERNELS) if (folder / spec.file).exists())
-    files = {**headers, spec.file: (folder / spec.file).read_text()}
     for change in replacements:
-        files[change.file] = change.apply(files[change.file])
+        assert any((folder / change.file).exists() for folder in (KERNELS_CU, TEST_KERNELS)), change.file
+    folder = next(folder for folder in (KERNELS_CU, TEST_KERNELS) if (folder / spec.file).exists())
+    files = {spec.file: (folder / spec.file).read_text()}
+    pending = [spec.file]
+    while pending:
+        for header in INCLUDED.findall(files[pending.pop()]):
+            if header not in files and header != "ptx.cuh":  # the emulator has its own
+                files[header] = (KERNELS_CU / header).read_text()
+                pending.append(header)
+    for change in replacements:
+        if change.file in files:
+            files[change.file] = change.apply(files[change.file])
     return {name: f'#line 1 "{name}"\n{text}' for name, text in files.items()}
 
 

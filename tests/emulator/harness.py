@@ -31,7 +31,16 @@ from torch import Tensor
 
 from sdm_rt.plan.launch import Launch
 from sdm_rt.runtime.kernel import KernelSpec
-from tests.emulator.build import BUILDS, PDL_MACROS, BuildKind, Replacement, execute, library, runner
+from tests.emulator.build import (
+    BUILDS,
+    PDL_MACROS,
+    BuildKind,
+    Replacement,
+    execute,
+    kernel_sources,
+    library,
+    runner,
+)
 
 __all__ = ["Call", "EmulatorError", "LaunchCounts", "coverage", "run"]
 
@@ -241,6 +250,10 @@ def _run_builds(
     request: _Request, seed: int, replacements: Sequence[Replacement], builds: Sequence[BuildKind]
 ) -> list[tuple[list[bytes], list[LaunchCounts]]]:
     specs = list(dict.fromkeys(call.launch.kernel for call in request.calls))
+    if unused := {change.file for change in replacements} - {
+        file for spec in specs for file in kernel_sources(spec)
+    }:
+        raise AssertionError(f"no kernel of the call is made from {', '.join(sorted(unused))}")
     changes = {
         spec: [change for change in replacements if change.file == spec.file or change.file.endswith(".cuh")]
         for spec in specs

@@ -24,6 +24,10 @@ def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+def folders(cache: Path) -> list[Path]:
+    return sorted(path for path in cache.iterdir() if path.is_dir())
+
+
 def test_without_a_compiler_tests_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     reason = build.unavailable_reason.__wrapped__()
@@ -48,28 +52,45 @@ def test_every_ingredient_changes_the_key(private_cache: Path) -> None:
     built = [library(SCAN, "access"), library(SCAN, "address"), library(three, "access")]
     built.append(library(SCAN, "access", [fault]))
     assert len(set(built)) == 4
-    assert sorted(path.parent for path in built) == sorted(private_cache.iterdir())
+    assert sorted(path.parent for path in built) == folders(private_cache)
 
 
-def test_two_builds_at_once_keep_one(private_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    both_finished, compile_it = threading.Barrier(2), build.execute
+def test_of_two_builds_at_once_one_waits_for_the_other(
+    private_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build._compiler_version()  # asked of the compiler once a process
+    ready, compile_it, links = threading.Barrier(2), build.execute, []
 
     def execute(command: Sequence[str], **options: Any) -> Any:
-        done = compile_it(command, **options)
-        if "-shared" in command:
-            both_finished.wait(timeout=60)
-        return done
+        links.append("-shared" in command)
+        return compile_it(command, **options)
+
+    def make(_: int) -> Path:
+        ready.wait(timeout=60)
+        return library(SCAN, "access")
 
     monkeypatch.setattr(build, "execute", execute)
     with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(lambda _: library(SCAN, "access"), range(2))
+        first, second = pool.map(make, range(2))
     assert first == second
-    assert [first.parent] == list(private_cache.iterdir())
+    assert sum(links) == 1
+    assert [first.parent] == folders(private_cache)
     assert first.exists()
+
+
+@pytest.mark.parametrize("file", ["block_scam.cu", "walk_wirte.cuh"])
+def test_a_fault_in_a_file_that_is_missing_is_refused(file: str) -> None:
+    with pytest.raises(AssertionError, match=file):
+        build.kernel_sources(SCAN, [Replacement(file, "a", "b")])
+
+
+def test_a_fault_in_a_header_of_other_kernels_changes_nothing() -> None:
+    fault = Replacement("walk_write.cuh", "a text that is not there", "")
+    assert build.kernel_sources(SCAN, [fault]) == build.kernel_sources(SCAN)
 
 
 def test_a_failed_build_leaves_nothing(private_cache: Path) -> None:
     broken = Replacement(SCAN.file, "valid ? sum : 0", "valid ?")
     with pytest.raises(build.CompileError, match=r"block_scan\.cu"):
         library(SCAN, "access", [broken])
-    assert not any(private_cache.iterdir())
+    assert not folders(private_cache)

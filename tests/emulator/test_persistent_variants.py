@@ -14,8 +14,8 @@ from sdm_rt.plan import persistent
 from sdm_rt.plan.column_slices import NARROW_SLICE, WIDE_SLICE, PersistentConfig
 from sdm_rt.plan.device import preset
 from sdm_rt.plan.forward import plan_forward
-from sdm_rt.plan.persistent import NO_ROW_SCALE
-from sdm_rt.plan.shapes import BANK_DTYPES, WriteReadShape, dtype_bytes
+from sdm_rt.plan.shapes import BANK_DTYPES, SNAPSHOTS, WriteReadShape, dtype_bytes
+from sdm_rt.plan.step_plan import StepPlan
 from sdm_rt.runtime.kernel import KernelSpec
 from tests.emulator.build import PARALLEL_BUILDS
 from tests.emulator.harness import run
@@ -26,6 +26,11 @@ from tests.tolerances import TOLERANCES, relative_error
 W, R, T, S, CHUNK = 3, 2, 3, 8, 2
 WORD_BYTES = 16
 MODEL = preset("h100")
+
+
+def walk_of(plan: StepPlan) -> KernelSpec:
+    """Return the kernel that walks the steps."""
+    return next(launch.kernel for launch in plan.kernels() if launch.name == "persistent_forward")
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ class Case:
             training=self.training,
             alignment=alignment,
         )
-        return plan_forward(shape, MODEL, "persistent").kernels()[-1].kernel
+        return walk_of(plan_forward(shape, MODEL, "persistent"))
 
 
 def cases() -> Iterator[Case]:
@@ -62,7 +67,7 @@ def cases() -> Iterator[Case]:
         widths = [largest, wide, *(v for v in (1, 2, 4) if v < largest)]
         for D in widths:
             yield Case(dtype, D, False, "none")
-            yield from (Case(dtype, D, True, snapshot) for snapshot in NO_ROW_SCALE)
+            yield from (Case(dtype, D, True, snapshot) for snapshot in SNAPSHOTS)
 
 
 CASES = list(cases())
@@ -92,7 +97,7 @@ def check(case: Case) -> None:
     planned = planned_forward(
         problem, CHUNK, MODEL, training=case.training, snapshot=case.snapshot, schedule="persistent"
     )
-    assert planned.plan.kernels()[-1].kernel == case.kernel()
+    assert walk_of(planned.plan) == case.kernel()
     run(planned.calls, outputs=[planned.readings], scratch=planned.scratch, builds=("access",))
     got, want = planned.written(problem), forward_oracle(problem, CHUNK)
     for name in ("readings", "bank"):

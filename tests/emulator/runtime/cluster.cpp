@@ -6,13 +6,11 @@
 namespace emulator {
 
 void Scheduler::complete_cluster_phase() {
-    unsigned live = 0;
-    for (const Fiber& fiber : fibers_) live += !fiber.ended;
-    if (cluster_arrived_ == 0 || cluster_arrived_ < live) return;
+    if (cluster_arrived_ == 0 || cluster_arrived_ < live_) return;
     ++counts.cluster_barriers;
     ++cluster_phase_;
     cluster_arrived_ = 0;
-    cluster_completed_ = cluster_arriving_;
+    cluster_completed_ = cluster_arriving_.seen();
     cluster_completed_released_ = cluster_arriving_released_;
     for (Fiber& fiber : fibers_)
         if (fiber.waiting == Wait::cluster_barrier) wake(&fiber);
@@ -26,8 +24,9 @@ void Scheduler::cluster_arrive(const char* file, int line) {
     fiber.cluster_phase = cluster_phase_;
     cluster_arriving_released_ |= fiber.released;
     if (tracking) {
-        merge(cluster_arriving_, fiber.clock);
-        ++fiber.clock[fiber.number];
+        cluster_arriving_.add(fiber.clock);
+        fiber.cluster_seen = fiber.clock.seen;
+        ++fiber.clock.own;
     }
     ++cluster_arrived_;
     complete_cluster_phase();
@@ -38,7 +37,13 @@ void Scheduler::cluster_wait(const char* file, int line) {
     if (!fiber.cluster_arrived)
         fail("cluster", "waits at the cluster barrier without having arrived (%s:%d)", file, line);
     if (cluster_phase_ == fiber.cluster_phase) suspend(Wait::cluster_barrier, file, line);
-    absorb(fiber, cluster_completed_, cluster_completed_released_);
+    // What a thread had seen when it arrived is part of what all had seen.
+    if (fiber.clock.seen == fiber.cluster_seen) {
+        fiber.clock.seen = cluster_completed_;
+        fiber.released |= cluster_completed_released_;
+    } else {
+        absorb(fiber, cluster_completed_, cluster_completed_released_);
+    }
     fiber.cluster_arrived = false;
     ++fiber.cluster_barriers;
 }
@@ -69,7 +74,7 @@ void Scheduler::mbarrier_init(uint64_t* barrier, unsigned arrivals) {
     check_aligned(barrier, 8);
     memory.access(barrier, 8, Access::write, __builtin_return_address(0));
     Mbarrier made{arrivals, arrivals, 0, {}, {}, false, false};
-    made.arriving.assign(fibers_.size(), 0);
+    made.arriving.reset(fibers_.size());
     mbarriers_[canonical(barrier)] = made;
 }
 
@@ -80,13 +85,13 @@ void Scheduler::mbarrier_arrive(uint64_t* barrier, unsigned rank) {
     Fiber& fiber = *running;
     state.arriving_released |= fiber.released;
     if (tracking) {
-        merge(state.arriving, fiber.clock);
-        ++fiber.clock[fiber.number];
+        state.arriving.add(fiber.clock);
+        ++fiber.clock.own;
     }
     if (--state.pending == 0) {
         ++state.phase;
         state.pending = state.expected;
-        state.completed = state.arriving;
+        state.completed = state.arriving.seen();
         state.completed_released = state.arriving_released;
         for (Fiber& other : fibers_)
             if (other.waiting == Wait::mbarrier) wake(&other);

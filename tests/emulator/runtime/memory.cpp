@@ -101,12 +101,12 @@ void Memory::begin_launch() {
 
 void Memory::begin_run() {
     ++run_;
-    reader_lists_.clear();
+    readers_.clear();
 }
 
 bool Memory::ordered(const Epoch& epoch) const {
     const Fiber& fiber = *running();
-    return epoch.thread == fiber.number || epoch.clock <= fiber.clock[epoch.thread];
+    return epoch.thread == fiber.number || epoch.clock <= fiber.clock.at(epoch.thread);
 }
 
 void Memory::race(const Region& region, size_t offset, const char* now, const char* before, const Epoch& epoch,
@@ -133,7 +133,7 @@ void Memory::read_byte(Region& region, Cell& cell, size_t offset, const void* pc
     } else if (cell.write_run >= first_run_of_launch_) {
         race_across(region, offset, "reads", "wrote", pc);
     }
-    const Epoch now{fiber.clock[fiber.number], static_cast<uint16_t>(fiber.number)};
+    const Epoch now{fiber.clock.own, fiber.number};
     if (cell.read_run != run_) {
         cell.read_by_other_run = cell.read_run >= first_run_of_launch_;
         cell.read_run = run_;
@@ -142,17 +142,15 @@ void Memory::read_byte(Region& region, Cell& cell, size_t offset, const void* pc
     } else if (ordered(cell.read)) {
         cell.read = now;
     } else {
-        if (cell.more_reads == 0) {
-            reader_lists_.emplace_back();
-            cell.more_reads = static_cast<uint32_t>(reader_lists_.size());
+        // A reader may stand in the list again: looking for it in all of a long list takes longer than its memory is
+        // worth, 12 bytes for each such read of a run.
+        uint32_t at = cell.more_reads;
+        for (int looked_at = 0; at && looked_at < 8; ++looked_at, at = readers_[at - 1].next) {
+            const Epoch& other = readers_[at - 1].epoch;
+            if (other.thread == now.thread && other.clock == now.clock) return;
         }
-        std::vector<Epoch>& others = reader_lists_[cell.more_reads - 1];
-        for (Epoch& other : others)
-            if (other.thread == now.thread) {
-                other = now;
-                return;
-            }
-        others.push_back(now);
+        readers_.push_back(Reader{now, cell.more_reads});
+        cell.more_reads = static_cast<uint32_t>(readers_.size());
     }
 }
 
@@ -166,15 +164,16 @@ void Memory::write_byte(Region& region, Cell& cell, size_t offset, bool atomic, 
     }
     if (cell.read_run == run_) {
         if (!ordered(cell.read)) race(region, offset, "writes", "read", cell.read, pc);
-        if (cell.more_reads)
-            for (const Epoch& other : reader_lists_[cell.more_reads - 1])
-                if (!ordered(other)) race(region, offset, "writes", "read", other, pc);
+        for (uint32_t at = cell.more_reads; at; at = readers_[at - 1].next) {
+            const Epoch& other = readers_[at - 1].epoch;
+            if (!ordered(other)) race(region, offset, "writes", "read", other, pc);
+        }
         if (cell.read_by_other_run) race_across(region, offset, "writes", "read", pc);
     } else if (cell.read_run >= first_run_of_launch_) {
         race_across(region, offset, "writes", "read", pc);
     }
     cell.write_run = run_;
-    cell.write = Epoch{fiber.clock[fiber.number], static_cast<uint16_t>(fiber.number)};
+    cell.write = Epoch{fiber.clock.own, fiber.number};
     cell.atomic_write = atomic;
     cell.initialized = true;
     cell.read_run = 0;
@@ -216,8 +215,15 @@ void Memory::access(const void* address, size_t bytes, Access kind, const void* 
                     verb, region->block);
     }
     region->touched_end = std::max(region->touched_end, offset + bytes);
+    // Bytes of one history have one future: mostly the first byte of a word stands for the others.
+    Cell before, after;
     for (size_t i = offset; i < offset + bytes; ++i) {
         Cell& cell = region->cells[i];
+        if (i > offset && std::memcmp(&cell, &before, sizeof(Cell)) == 0) {
+            cell = after;
+            continue;
+        }
+        before = cell;
         if (kind == Access::atomic && !cell.initialized)
             fail_at(pc, "unwritten", "an atomic operation on byte %zu of '%s', which nothing has written", i,
                     region->name.c_str());
@@ -225,6 +231,7 @@ void Memory::access(const void* address, size_t bytes, Access kind, const void* 
             read_byte(*region, cell, i, pc);
         else
             write_byte(*region, cell, i, kind == Access::atomic, pc);
+        after = cell;
     }
 }
 

@@ -14,17 +14,24 @@ enum class Space { global, dynamic_shared, static_shared };
 // A moment of one thread: its number in the cluster and its own clock.
 struct Epoch {
     uint32_t clock = 0;
-    uint16_t thread = 0;
+    uint32_t thread = 0;
 };
 
 // The history of one byte, as far as races and unwritten bytes need it. A run is one cluster of one launch.
 struct Cell {
     uint32_t write_run = 0, read_run = 0;
     Epoch write, read;
-    uint32_t more_reads = 0;  // index + 1 into the lists of further readers
+    uint32_t more_reads = 0;  // index + 1 of the first of a list of further readers
     bool initialized = false;
     bool atomic_write = false;
     bool read_by_other_run = false;
+    bool unused = false;  // no padding, so that cells compare as bytes
+};
+
+// A list of readers of a run. Bytes share lists and tails of lists, so nothing of a list changes.
+struct Reader {
+    Epoch epoch;
+    uint32_t next;  // index + 1
 };
 
 struct Region {
@@ -75,7 +82,7 @@ class Memory {
     char* arena_ = nullptr;
     size_t arena_used_ = 0;
     uint32_t run_ = 0, first_run_of_launch_ = 1;
-    std::vector<std::vector<Epoch>> reader_lists_;
+    std::vector<Reader> readers_;
 };
 
 extern Memory memory;

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cstring>
 
+#define NOT_INSTRUMENTED __attribute__((no_sanitize("address"), noinline))
+
 #ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/common_interface_defs.h>
 #define START_SWITCH(save, stack, bytes) __sanitizer_start_switch_fiber(save, stack, bytes)
@@ -39,7 +41,7 @@ const char* wait_name(Wait wait) {
 }
 
 // Shared memory is moved between blocks byte by byte, past the sanitizers.
-__attribute__((no_sanitize("address"), noinline)) void move_bytes(char* to, const char* from, size_t bytes) {
+NOT_INSTRUMENTED void move_bytes(char* to, const char* from, size_t bytes) {
     for (size_t i = 0; i < bytes; ++i) reinterpret_cast<volatile char*>(to)[i] = from[i];
 }
 
@@ -62,33 +64,29 @@ const void* Scheduler::canonical(const void* address) const {
 
 void Scheduler::trampoline() {
     FINISH_SWITCH(nullptr, &scheduler.scheduler_stack_, &scheduler.scheduler_stack_bytes_);
-    scheduler.request->invoke(scheduler.request->arguments.data());
-    scheduler.finish(*scheduler.running);
-    START_SWITCH(nullptr, scheduler.scheduler_stack_, scheduler.scheduler_stack_bytes_);
-    setcontext(&scheduler.scheduler_context_);
+    for (;;) {
+        scheduler.request->invoke(scheduler.request->arguments.data());
+        scheduler.finish(*scheduler.running);
+        scheduler.leave(*scheduler.running->stack);
+    }
 }
 
-void Scheduler::prepare(Fiber& fiber, void* stack) {
-    fiber.stack = stack;
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = stack;
-    fiber.context.uc_stack.ss_size = stack_bytes;
-    fiber.context.uc_link = nullptr;
-    makecontext(&fiber.context, &Scheduler::trampoline, 0);
-    // AddressSanitizer forgets the red zones of the stack that it finds here at each switch.
-    fiber.context.uc_stack.ss_sp = nullptr;
-    fiber.context.uc_stack.ss_size = 0;
-}
-
-void Scheduler::resume(Fiber* fiber) {
+NOT_INSTRUMENTED void Scheduler::resume(Fiber* fiber) {
     switch_block(fiber->block);
     running = fiber;
     current = fiber;
-    START_SWITCH(&scheduler_fake_stack_, fiber->stack, stack_bytes);
-    swapcontext(&scheduler_context_, &fiber->context);
+    START_SWITCH(&scheduler_fake_stack_, fiber->stack->begin, stack_bytes);
+    emulator_switch_stack(&scheduler_pointer_, fiber->stack->pointer);
     FINISH_SWITCH(scheduler_fake_stack_, nullptr, nullptr);
     running = nullptr;
     current = nullptr;
+}
+
+// Back to the scheduler; returns when the stack is resumed.
+NOT_INSTRUMENTED void Scheduler::leave(Stack& stack) {
+    START_SWITCH(&stack.fake, scheduler_stack_, scheduler_stack_bytes_);
+    emulator_switch_stack(&stack.pointer, scheduler_pointer_);
+    FINISH_SWITCH(stack.fake, &scheduler_stack_, &scheduler_stack_bytes_);
 }
 
 void Scheduler::suspend(Wait wait, const char* file, int line) {
@@ -96,9 +94,7 @@ void Scheduler::suspend(Wait wait, const char* file, int line) {
     fiber->waiting = wait;
     fiber->file = file;
     fiber->line = line;
-    START_SWITCH(&fiber->fake_stack, scheduler_stack_, scheduler_stack_bytes_);
-    swapcontext(&fiber->context, &scheduler_context_);
-    FINISH_SWITCH(fiber->fake_stack, &scheduler_stack_, &scheduler_stack_bytes_);
+    leave(*fiber->stack);
 }
 
 void Scheduler::wake(Fiber* fiber) {
@@ -116,27 +112,30 @@ void Scheduler::switch_block(Block* block) {
     loaded_ = block;
 }
 
-void merge(std::vector<uint32_t>& into, const std::vector<uint32_t>& from) {
-    for (size_t i = 0; i < into.size(); ++i) into[i] = std::max(into[i], from[i]);
-}
-
 // Every thread of `fibers` has seen what the others did before this point.
 void Scheduler::join(std::vector<Fiber*> const& fibers) {
     bool released = false;
     for (Fiber* fiber : fibers) released |= fiber->released;
     for (Fiber* fiber : fibers) fiber->released |= released;
     if (!tracking) return;
-    std::vector<uint32_t> joined = fibers.front()->clock;
-    for (Fiber* fiber : fibers) merge(joined, fiber->clock);
+    JoinedClocks joined;
+    joined.reset(fibers_.size());
+    for (const Fiber* fiber : fibers) joined.add(fiber->clock);
+    const Seen seen = joined.seen();
     for (Fiber* fiber : fibers) {
-        fiber->clock = joined;
-        ++fiber->clock[fiber->number];
+        fiber->clock.seen = seen;
+        ++fiber->clock.own;
     }
 }
 
-void Scheduler::absorb(Fiber& fiber, const std::vector<uint32_t>& clock, bool released) {
+void Scheduler::absorb(Fiber& fiber, const Seen& seen, bool released) {
     fiber.released |= released;
-    if (tracking) merge(fiber.clock, clock);
+    if (!tracking) return;
+    JoinedClocks joined;
+    joined.reset(fibers_.size());
+    joined.add(fiber.clock.seen);
+    joined.add(seen);
+    fiber.clock.seen = joined.seen();
 }
 
 void Scheduler::finish(Fiber& fiber) {
@@ -145,6 +144,7 @@ void Scheduler::finish(Fiber& fiber) {
     fiber.ended = true;
     Block& block = *fiber.block;
     ++block.ended;
+    --live_;
     if (block.arrived)
         fail("barrier", "this thread ends while %u threads of its block wait at __syncthreads (%s:%d)", block.arrived,
              block.file, block.line);
@@ -193,7 +193,9 @@ LaunchCounts Scheduler::run(const LaunchRequest& launch) {
                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_STACK, -1, 0);
         if (stack == MAP_FAILED) fail("harness", "cannot map a stack");
         mprotect(stack, 4096, PROT_NONE);
-        stacks_.push_back(static_cast<char*>(stack) + 4096);
+        Stack& added = stacks_.emplace_back();
+        added.begin = static_cast<char*>(stack) + 4096;
+        added.pointer = first_frame(added.begin, stack_bytes, &Scheduler::trampoline);
     }
     blocks_ = std::vector<Block>(cluster_blocks);
     for (unsigned rank = 0; rank < cluster_blocks; ++rank) {
@@ -229,8 +231,10 @@ void Scheduler::run_cluster(Extent first) {
     mbarriers_.clear();
     loaded_ = nullptr;
     cluster_arrived_ = cluster_phase_ = 0;
-    cluster_arriving_.assign(fibers_.size(), 0);
+    cluster_arriving_.reset(fibers_.size());
     cluster_arriving_released_ = false;
+    live_ = static_cast<unsigned>(fibers_.size());
+    const Seen nothing = std::make_shared<const std::vector<uint32_t>>(tracking ? fibers_.size() : 0, 0);
 
     for (Block& block : blocks_) {
         const unsigned rank = static_cast<unsigned>(block.rank);
@@ -262,11 +266,8 @@ void Scheduler::run_cluster(Extent first) {
             fiber.number = number;
             fiber.block = &block;
             fiber.released = !launch.pdl;
-            if (tracking) {
-                fiber.clock.assign(fibers_.size(), 0);
-                fiber.clock[number] = 1;
-            }
-            prepare(fiber, stacks_[number]);
+            fiber.clock = Clock{nothing, 1, number};
+            fiber.stack = &stacks_[number];
             block.fibers.push_back(&fiber);
             runnable_.push_back(&fiber);
         }
@@ -327,20 +328,21 @@ const uint64_t* Scheduler::warp_meet(unsigned mask, WarpOp op, uint64_t value, c
         fail("mask", "lane %u executes a warp operation whose mask %08x leaves it out (%s:%d)", fiber.lane, mask, file,
              line);
     const unsigned first = fiber.warp * 32;
-    for (unsigned lane = 0; lane < 32; ++lane)
-        if ((mask >> lane & 1) && (first + lane >= block.fibers.size() || block.fibers[first + lane]->ended))
-            fail("mask", "mask %08x names lane %u, which has ended or does not exist (%s:%d)", mask, lane, file, line);
-
     auto meeting = std::find_if(meetings.begin(), meetings.end(), [&](const Meeting& m) { return m.mask == mask; });
     if (meeting == meetings.end()) {
-        meetings.push_back(Meeting{mask, 0, op, file, line, {}});
+        // A lane that ends later finds its name in the mask (finish).
+        for (unsigned lane = 0; lane < 32; ++lane)
+            if ((mask >> lane & 1) && (first + lane >= block.fibers.size() || block.fibers[first + lane]->ended))
+                fail("mask", "mask %08x names lane %u, which has ended or does not exist (%s:%d)", mask, lane, file,
+                     line);
+        meetings.push_back(Meeting{mask, 0, op, file, line, std::make_shared<LaneValues>()});
         meeting = meetings.end() - 1;
     } else if (meeting->op != op || meeting->line != line || std::strcmp(meeting->file, file) != 0) {
         fail("mask", "lane %u is at %s:%d while lanes %08x of the same mask %08x wait at %s:%d", fiber.lane, file, line,
              meeting->arrived, mask, meeting->file, meeting->line);
     }
     meeting->arrived |= 1u << fiber.lane;
-    meeting->values[fiber.lane] = value;
+    meeting->values->of[fiber.lane] = value;
     if (meeting->arrived == mask) {
         ++counts.warp_operations;
         std::vector<Fiber*> lanes;
@@ -349,7 +351,7 @@ const uint64_t* Scheduler::warp_meet(unsigned mask, WarpOp op, uint64_t value, c
         // Only __syncwarp orders memory.
         if (op == WarpOp::sync) join(lanes);
         for (Fiber* lane : lanes) {
-            std::copy(meeting->values, meeting->values + 32, lane->lanes);
+            lane->lanes = meeting->values;
             wake(lane);
         }
         meetings.erase(meeting);
@@ -357,7 +359,7 @@ const uint64_t* Scheduler::warp_meet(unsigned mask, WarpOp op, uint64_t value, c
     } else {
         suspend(Wait::warp, file, line);
     }
-    return running->lanes;
+    return running->lanes->of;
 }
 
 // ---- launch attributes ----

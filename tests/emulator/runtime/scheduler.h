@@ -1,14 +1,15 @@
 // Threads as fibers: one cluster at a time, in a random order that a seed repeats.
 #pragma once
 
-#include <ucontext.h>
-
 #include <cstdint>
+#include <deque>
 #include <map>
+#include <memory>
 #include <random>
 #include <string>
 #include <vector>
 
+#include "clock.h"
 #include "emulator_abi.h"
 #include "memory.h"
 
@@ -16,12 +17,27 @@ namespace emulator {
 
 struct Block;
 
+// The stack of a thread. Threads of later blocks and launches run on it in turn: its loop never returns.
+struct Stack {
+    char* begin = nullptr;
+    void* pointer = nullptr;  // where it was left
+    void* fake = nullptr;     // AddressSanitizer's
+};
+
+// Leaves the stack at hand, whose pointer goes to `left`, for the one that was left at `entered` (switch_stack.cpp).
+extern "C" void emulator_switch_stack(void** left, void* entered);
+void* first_frame(char* stack, size_t bytes, void (*entry)());
+
 enum class Wait { none, block_barrier, warp, cluster_barrier, mbarrier };
 
 struct PendingCopy {
     void* shared;
     const void* global;
     size_t bytes;
+};
+
+struct LaneValues {
+    uint64_t of[32] = {};
 };
 
 struct Fiber : Thread {
@@ -34,18 +50,17 @@ struct Fiber : Thread {
     const char* file = "";
     int line = 0;
 
-    std::vector<uint32_t> clock;  // what this thread has seen of each thread of the cluster
+    Clock clock;
     BlockVote vote{};
-    uint64_t lanes[32] = {};
-    unsigned cluster_barriers = 0;  // waits passed
+    std::shared_ptr<const LaneValues> lanes;  // of the latest warp operation
+    unsigned cluster_barriers = 0;            // waits passed
     bool cluster_arrived = false;
     unsigned cluster_phase = 0;  // phase of the latest arrival
+    Seen cluster_seen;           // by this thread at that arrival
     std::vector<std::vector<PendingCopy>> copy_groups;
     std::vector<PendingCopy> open_copies;
 
-    ucontext_t context;
-    void* stack = nullptr;
-    void* fake_stack = nullptr;
+    Stack* stack = nullptr;
 };
 
 // Lanes that wait for each other at one warp operation.
@@ -54,7 +69,7 @@ struct Meeting {
     WarpOp op;
     const char* file;
     int line;
-    uint64_t values[32];
+    std::shared_ptr<LaneValues> values;
 };
 
 struct Block {
@@ -72,7 +87,8 @@ struct Block {
 
 struct Mbarrier {
     unsigned expected, pending, phase;
-    std::vector<uint32_t> arriving, completed;
+    JoinedClocks arriving;
+    Seen completed;
     bool arriving_released = false, completed_released = false;
 };
 
@@ -91,9 +107,6 @@ struct LaunchCounts {
     uint64_t blocks = 0, barriers = 0, warp_operations = 0, pdl_waits = 0, pdl_triggers = 0, cluster_barriers = 0;
     size_t shared_touched = 0;
 };
-
-// Element by element, the later of two clocks.
-void merge(std::vector<uint32_t>& into, const std::vector<uint32_t>& from);
 
 class Scheduler {
   public:
@@ -124,13 +137,13 @@ class Scheduler {
 
   private:
     void run_cluster(Extent first_block);
-    void prepare(Fiber& fiber, void* stack);
     void resume(Fiber* fiber);
+    void leave(Stack& stack);
     void suspend(Wait wait, const char* file, int line);
     void wake(Fiber* fiber);
     void switch_block(Block* block);
     void join(std::vector<Fiber*> const& fibers);
-    void absorb(Fiber& fiber, const std::vector<uint32_t>& clock, bool released);
+    void absorb(Fiber& fiber, const Seen& seen, bool released);
     void finish(Fiber& fiber);
     void complete_cluster_phase();
     [[noreturn]] void report_deadlock();
@@ -143,13 +156,14 @@ class Scheduler {
     std::vector<Fiber> fibers_;
     std::vector<Block> blocks_;
     std::vector<Fiber*> runnable_;
-    std::vector<void*> stacks_;
+    std::deque<Stack> stacks_;
     Block* loaded_ = nullptr;
-    unsigned cluster_arrived_ = 0, cluster_phase_ = 0;
-    std::vector<uint32_t> cluster_arriving_, cluster_completed_;
+    unsigned cluster_arrived_ = 0, cluster_phase_ = 0, live_ = 0;
+    JoinedClocks cluster_arriving_;
+    Seen cluster_completed_;
     bool cluster_arriving_released_ = false, cluster_completed_released_ = false;
     std::map<const void*, Mbarrier> mbarriers_;
-    ucontext_t scheduler_context_;
+    void* scheduler_pointer_ = nullptr;
     void* scheduler_fake_stack_ = nullptr;
     const void* scheduler_stack_ = nullptr;
     size_t scheduler_stack_bytes_ = 0;

@@ -1,13 +1,15 @@
-// Keeps the rows of the chunk's slots as fp8 or int4, before the step changes them: one scale a row.
+// Keeps what the rows of chunks' slots held as fp8 or int4: one scale a row. A stepwise step reads them in the bank,
+// before it changes them; the walk of a persistent forward has put them into walk_rows.
 //
 // Macros  BANK (float, Bf16, Fp16), VECTOR (bank values of one load), SNAPSHOT (3 fp8, 4 int4).
-// Grid    (blocks of WARPS slots, P streams).
+// Grid    (blocks of WARPS slots, chunks from those of `step` on: P, or all of a walk).
 // Block   32 * WARPS threads: a slot a warp, which walks through its row.
-// Reads   rows of memory [P*S, D] (row_stride values apart); slots [chunks, capacity], slot_count [chunks];
-//         capacity = min(C W, S).
+// Reads   rows of memory [P*S, D] (row_stride values apart), or walk_rows [chunks of the walk, capacity, D] where it is
+//         not null; slots [chunks, capacity], slot_count [chunks] of the slab; capacity = min(C W, S).
 // Writes  snapshot [all chunks, capacity, D], row j for slot j (fp8: bytes; int4: [.., ceil(D / 2)] bytes, the even
 //         column in the low half); snapshot_scale [all chunks, capacity].
 // Shared  none.
+#include "chunk.cuh"
 #include "entries.cuh"
 #include "snapshot.cuh"
 
@@ -129,16 +131,21 @@ static __device__ __forceinline__ void quantize_row(const BANK* row, Words& held
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 2)
-    keep_rows(const BANK* memory, const SlotRecord* slots, const int* slot_count, unsigned char* snapshot,
-              float* snapshot_scale, long long row_stride, int step, int slab_step, int P, int C, int W, int S, int D,
-              int shared_bank) {
-    const int p = blockIdx.y, j = blockIdx.x * WARPS + threadIdx.x / 32, first = threadIdx.x % 32 * VECTOR;
-    const long long n = static_cast<long long>(step - slab_step) * P + p;
+    keep_rows(const BANK* memory, const BANK* walk_rows, const SlotRecord* slots, const int* slot_count,
+              unsigned char* snapshot, float* snapshot_scale, long long row_stride, int step, int slab_step,
+              int slab_chunks, int P, int T, int C, int W, int S, int D, int shared_bank) {
+    const int chunk = blockIdx.y, j = blockIdx.x * WARPS + threadIdx.x / 32, first = threadIdx.x % 32 * VECTOR;
+    const long long n = static_cast<long long>(step - slab_step) * P + chunk;
     const long long capacity = min(static_cast<long long>(C) * W, static_cast<long long>(S));
-    if (j >= slot_count[n]) return;
-    const long long first_slot = shared_bank ? 0 : static_cast<long long>(p) * S;
-    const BANK* const row = memory + (first_slot + slots[n * capacity + j].slot) * row_stride;
-    const long long kept = (static_cast<long long>(step) * P + p) * capacity + j;
+    if (n >= chunks_of_slab(slab_step, slab_chunks, P, T, C) || j >= slot_count[n]) return;
+    const BANK* row;
+    if (walk_rows == nullptr) {
+        const long long first_slot = shared_bank ? 0 : static_cast<long long>(chunk) * S;
+        row = memory + (first_slot + slots[n * capacity + j].slot) * row_stride;
+    } else {
+        row = walk_rows + (chunk * capacity + j) * D;
+    }
+    const long long kept = (static_cast<long long>(step) * P + chunk) * capacity + j;
     const long long bytes = SNAPSHOT == 3 ? D : (D + 1) / 2;
     Words held;
     held.load(row, first, D);

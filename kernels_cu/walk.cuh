@@ -94,6 +94,7 @@ struct Walk {
     float* err;
     void* snapshot;
     long long row_stride, first_slot, capacity;
+    long long first_kept;                                 // the chunk, of the call, whose rows lie first in snapshot
     int C, W, R, S, D, groups, group_shift, list_tokens;  // groups is 1 << group_shift
     bool wide_index, in_place, v_words;
 

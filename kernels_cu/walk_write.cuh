@@ -106,7 +106,7 @@ struct DecayWrite : Walk {
     }
     __device__ __forceinline__ void keep_row(const Step& step, int j, int column, const BankWord& word,
                                              const float (&value)[VECTOR]) const {
-        const long long at = (step.call * capacity + j) * D + column;
+        const long long at = ((step.call - first_kept) * capacity + j) * D + column;
 #if SNAPSHOT == 1
         ptx::store_global(reinterpret_cast<BankWord*>(static_cast<BANK*>(snapshot) + at), word);
 #elif SNAPSHOT == 2

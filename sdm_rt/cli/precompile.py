@@ -22,14 +22,13 @@ from sdm_rt.plan.decode import decode_kernel
 from sdm_rt.plan.device import PRESETS, DeviceModel
 from sdm_rt.plan.forward import (
     PRODUCT_COLUMNS,
-    QUANTIZED,
     WRITE_LANES,
     decay_write_kernel,
     dual_matmul_kernel,
     gather_kernel,
     keep_rows_kernel,
 )
-from sdm_rt.plan.persistent import NO_ROW_SCALE, persistent_kernels
+from sdm_rt.plan.persistent import persistent_kernels
 from sdm_rt.plan.persistent_backward import COLUMN_SUM_KERNEL, persistent_backward_kernels
 from sdm_rt.plan.phase1 import phase1_kernels
 from sdm_rt.plan.phase1_backward import phase1_backward_gates_kernel, phase1_backward_pairs_kernel
@@ -114,9 +113,9 @@ def _forward_specs(shape: WriteReadShape, device: DeviceModel) -> Iterator[Kerne
             yield dual_matmul_kernel(call, columns, triggers)
         writes = [decay_write_kernel(call, lanes, device.pdl) for lanes in WRITE_LANES]
         yield from writes
-        if training and snapshot in QUANTIZED:
+        if call.quantizes:
             yield keep_rows_kernel(call)
-        if device.clusters and snapshot in NO_ROW_SCALE:
+        if device.clusters:
             yield from persistent_kernels(call, gather, writes[0])
 
 

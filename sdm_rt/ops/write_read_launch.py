@@ -37,12 +37,14 @@ __all__ = [
     "output_like",
     "planned_shape",
     "pointers_of",
+    "record_run",
     "saved_bytes",
     "stream_numbers",
     "training_forward_on_gpu",
 ]
 
 WORD_BYTES = 16
+MAX_ROW_STRIDE = 2**32 - 1  # elements; kernels_cu/walk.cuh counts in words of a load
 _PLANNERS = {schedule: partial(plan_forward, schedule=schedule) for schedule in (None, *SCHEDULES)}
 BUFFER_DTYPES = {
     "uint8": torch.uint8,
@@ -73,10 +75,14 @@ class BankLayout:
 
     @classmethod
     def of(cls, memory: Tensor) -> BankLayout:
-        """Look at a bank [rows, D]."""
+        """Look at a bank [rows, D]; an UnsupportedConfigurationError where its rows lie too far apart."""
         rows, columns = memory.shape
         copied = columns > 1 and memory.stride(1) != 1
         row_stride = columns if copied or rows <= 1 else memory.stride(0)
+        if row_stride > MAX_ROW_STRIDE:
+            raise UnsupportedConfigurationError(
+                f"memory: rows lie {row_stride:,} elements apart, the kernels count up to {MAX_ROW_STRIDE:,}"
+            )
         start = 0 if copied else memory.data_ptr()
         return cls(copied, row_stride, gcd(WORD_BYTES, start, row_stride * memory.element_size()))
 
@@ -332,6 +338,7 @@ def _advance(
     memory: Tensor, flat: dict[str, Tensor], call: WriteReadCall, streams: dict[str, Tensor], training: bool
 ) -> tuple[Tensor, Tensor]:
     if call.shape.rows == 0 or call.longest == 0:
+        record_run("sdm_write_read", None)
         readings = output_like(memory, call.shape.rows, memory.shape[1], False, memory.dtype)
         return readings, torch.empty(0, dtype=torch.uint8, device=memory.device)
     layout = BankLayout.of(memory)
@@ -340,16 +347,14 @@ def _advance(
     bound = bind_forward(bank, operands_of(memory, flat), call, streams, layout, training)
     replayed = bound.plan.run(current_stream(memory.get_device()))
     finish_bank(memory, bank, layout)
-    record_dispatch(
-        {
-            "op": "sdm_write_read",
-            "path": "gpu",
-            "schedule": bound.plan.plan.schedule,
-            "graph": replayed,
-            "plan": bound.plan.plan,
-        }
-    )
+    record_run("sdm_write_read", bound.plan.plan, replayed)
     return bound.tensors["readings"], bound.tensors["saved"]
+
+
+def record_run(op: str, plan: StepPlan | None, graph: bool = False) -> None:
+    """Tell `last_dispatch` of a call that ran; without a plan, of one that had nothing to launch."""
+    schedule = None if plan is None else plan.schedule
+    record_dispatch({"op": op, "path": "gpu", "schedule": schedule, "graph": graph, "plan": plan})
 
 
 def finish_bank(memory: Tensor, bank: Tensor, layout: BankLayout) -> None:

@@ -377,9 +377,8 @@ def plan_backward(shape: WriteReadShape, device: DeviceModel, schedule: str | No
     launches, scratch = plan_phase1_backward_launches(shape, device)
     buffers = (*_buffers(shape), *scratch)
     slabs, note = choose_backward_schedule(shape, device, step, schedule)
-    prologue: tuple[Launch, ...] = ()
     if slabs is not None:
-        prologue, first_step, step = slabs.launches, (), ()
+        first_step = step = slabs.launches
         buffers = (*(buffer for buffer in buffers if buffer.name != "gwr"), *slabs.buffers)
     notes = (note,) if note else ()
     return StepPlan(
@@ -390,9 +389,10 @@ def plan_backward(shape: WriteReadShape, device: DeviceModel, schedule: str | No
         first_step=first_step,
         step=step,
         order="descending",
-        prologue=prologue,
         epilogue=(_gram_backward(shape), *launches),
         slab_steps=slabs.slab_steps if slabs is not None else 0,
+        schedule="stepwise" if slabs is None else "persistent",
+        walk_steps=slabs.slab_steps if slabs is not None else 1,
         buffers=buffers,
         notes=(*notes, f"working memory {total_bytes(buffers) / 2**20:,.1f} MiB"),
     )
@@ -417,7 +417,7 @@ def backward_constants(plan: StepPlan) -> dict[str, int]:
         **{f"{FIRST_STREAM}_{stream}": stream for stream in range(shape.streams)},
     }
     if plan.schedule == "persistent":
-        walk = plan.prologue[0]
+        walk = plan.step[0]
         assert isinstance(walk, Launch)
         numbers |= persistent_backward_constants(shape, plan.device, walk, plan.slab_steps)
     taken = {argument.name for launch in plan.kernels() for argument in launch.arguments}

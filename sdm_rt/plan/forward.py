@@ -1,4 +1,4 @@
-"""The stepwise forward plan: Phase 1 for a slab; then gather, dual matmul, decay-and-write, step by step."""
+"""The plan of the forward: Phase 1 for a slab of steps, then its steps one by one or in walks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from sdm_rt.errors import UnsupportedConfigurationError
 from sdm_rt.plan.buffer import Arena, Buffer, total_bytes
 from sdm_rt.plan.device import DeviceModel, require_supported
 from sdm_rt.plan.launch import MAX_GRID, Argument, Dim3, Launch, int32s, pdl_defines, pointers
-from sdm_rt.plan.persistent import IN_SHARED_MEMORY, choose_forward_schedule, persistent_constants
+from sdm_rt.plan.persistent import (
+    IN_SHARED_MEMORY,
+    choose_forward_schedule,
+    persistent_constants,
+    steps_of_walk,
+)
 from sdm_rt.plan.phase1 import (
     RECORD_BYTES,
     capacity,
@@ -20,7 +25,6 @@ from sdm_rt.plan.phase1 import (
     sort_passes,
 )
 from sdm_rt.plan.shapes import WriteReadShape, dtype_bytes, kernel_index, kernel_type
-from sdm_rt.plan.shared_memory import snapshot_rows
 from sdm_rt.plan.step_plan import StepPlan
 from sdm_rt.plan.tiling import ceil_div
 from sdm_rt.runtime.kernel import KernelSpec
@@ -28,7 +32,6 @@ from sdm_rt.runtime.kernel import KernelSpec
 __all__ = [
     "PRODUCT_COLUMNS",
     "PRODUCT_TILE",
-    "QUANTIZED",
     "TRIGGER_MAX_CHUNK",
     "WRITE_LANES",
     "decay_write_kernel",
@@ -57,7 +60,6 @@ WRITE_LANES = (16, 8)  # words of a column slice; the wider where its delta fits
 WRITE_ROWS = {True: 8, False: 2}  # slots of a team in a unit: rows in whole words, rows in single values
 WRITE_SLOT_BYTES = 24  # of a slot under way: its record, the weight and token of its first term
 KEEP_WARPS = 8
-QUANTIZED = ("fp8", "int4")
 SNAPSHOT_CODES = {"none": "1", "bf16": "2", "fp8": "3", "int4": "4"}
 
 STEPS = (
@@ -213,11 +215,6 @@ def _word_or_value(shape: WriteReadShape) -> int:
     return word if vector_values(shape) == word else 1
 
 
-def quantizes(shape: WriteReadShape) -> bool:
-    """Return whether a call keeps rows that have one scale each."""
-    return shape.training and shape.snapshot in QUANTIZED
-
-
 def keep_rows_kernel(shape: WriteReadShape) -> KernelSpec:
     """Return the translation unit that keeps rows as fp8 or int4."""
     return KernelSpec(
@@ -231,25 +228,27 @@ def keep_rows_kernel(shape: WriteReadShape) -> KernelSpec:
     )
 
 
-def _keep_rows(shape: WriteReadShape) -> Launch:
-    floor = shape.write_rows * shape.row_bytes
-    kept = shape.write_rows * shape.snapshot_row_bytes
-    reads = ("memory", "slots", "slot_count")
+def _keep_rows(shape: WriteReadShape, walk_steps: int | None = None) -> Launch:
+    """Return the launch that keeps the rows of a step, or the rows that a walk has put aside."""
+    steps = walk_steps or 1
+    rows = steps * shape.write_rows
+    kept = rows * shape.snapshot_row_bytes
+    records = RECORD_BYTES * rows if walk_steps is None else 0
     return Launch(
         name="keep_rows",
         kernel=keep_rows_kernel(shape),
         entry="keep_rows",
-        grid=(ceil_div(capacity(shape), KEEP_WARPS), shape.streams, 1),
+        grid=(ceil_div(capacity(shape), KEEP_WARPS), steps * shape.streams, 1),
         block=(32 * KEEP_WARPS, 1, 1),
         arguments=(
-            *pointers(*reads, "snapshot", "snapshot_scale"),
+            *pointers("memory", "walk_rows", "slots", "slot_count", "snapshot", "snapshot_scale"),
             Argument("row_stride", "int64"),
             *STEPS,
-            *int32s("P", "C", "W", "S", "D", "shared_bank"),
+            *int32s("slab_chunks", "P", "T", "C", "W", "S", "D", "shared_bank"),
         ),
-        reads=reads,
+        reads=("memory", "slots", "slot_count") if walk_steps is None else ("walk_rows", "slot_count"),
         writes=("snapshot", "snapshot_scale"),
-        bytes_moved=floor + kept + RECORD_BYTES * shape.write_rows,
+        bytes_moved=rows * shape.row_bytes + records + kept,
         floor_bytes=kept,
         note="one warp a slot: a row has one scale",
     )
@@ -283,7 +282,7 @@ def decay_write_kernel(shape: WriteReadShape, lanes: int, pdl: bool) -> KernelSp
             ("BANK", kernel_type(shape.bank_dtype)),
             ("LANES", str(lanes)),
             *pdl_defines(waits=pdl),
-            ("SNAPSHOT", "0" if quantizes(shape) else snapshot_code(shape)),
+            ("SNAPSHOT", "0" if shape.quantizes else snapshot_code(shape)),
             ("VECTOR", str(_word_or_value(shape))),
         ),
     )
@@ -294,7 +293,7 @@ def _decay_write(shape: WriteReadShape, device: DeviceModel) -> Launch:
     slots = capacity(shape)
     slices = ceil_div(shape.row_bytes, lanes * WORD_BYTES)
     floor = shape.write_rows * shape.row_bytes
-    kept = shape.write_rows * shape.snapshot_row_bytes if shape.training and not quantizes(shape) else 0
+    kept = shape.write_rows * shape.snapshot_row_bytes if shape.training and not shape.quantizes else 0
     small = shape.write_rows * RECORD_BYTES + shape.step_tokens * (
         RECORD_BYTES * shape.writes + 4 * shape.head_dim
     )
@@ -365,8 +364,8 @@ def kept_buffers(shape: WriteReadShape) -> tuple[Buffer, ...]:
 def plan_forward(shape: WriteReadShape, device: DeviceModel, schedule: str | None = None) -> StepPlan:
     """Plan the forward (math.md "The chunked form"): Phase 1 for each slab of steps, then its steps.
 
-    The steps are three launches each, four with a quantized snapshot, or one launch for all steps of a slab
-    (`sdm_rt.plan.persistent`).
+    The steps are three launches each, four with a quantized snapshot; or a walk of many steps is one launch,
+    two with a quantized snapshot (`sdm_rt.plan.persistent`).
 
     Where the GPU has PDL, the decay-and-write follows the dual matmul as a programmatic dependent; the dual
     matmul triggers it early only at chunk sizes up to 64 and where the decay-and-write is one wave of blocks.
@@ -405,26 +404,30 @@ def plan_forward(shape: WriteReadShape, device: DeviceModel, schedule: str | Non
     triggers = device.pdl and shape.chunk <= TRIGGER_MAX_CHUNK and decay_write.blocks <= wave
     slab = slab_steps(shape, device)
     phase1 = plan_phase1(shape, slab, device)
-    prologue, buffers = phase1.launches, (*phase1.buffers, *_buffers(shape))
+    buffers = (*phase1.buffers, *_buffers(shape))
+    walk_steps = steps_of_walk(shape, slab)
     step: tuple[Launch, ...] = (_gather(shape), _dual_matmul(shape, triggers, device), decay_write)
-    persistent, note = choose_forward_schedule(shape, device, step, slab, schedule)
+    persistent, note = choose_forward_schedule(shape, device, step, walk_steps, schedule)
     if persistent is None:
+        walk_steps = 1
         notes = [f"decay_write: {decay_write.blocks} blocks, {wave} fit the GPU at once"]
-        step = (_keep_rows(shape), *step) if quantizes(shape) else step
+        step = (_keep_rows(shape), *step) if shape.quantizes else step
     else:
-        notes, step, prologue = [], (), (*prologue, persistent)
+        notes, step = [], (persistent,)
         buffers = tuple(buffer for buffer in buffers if buffer.name not in IN_SHARED_MEMORY)
+        if shape.quantizes:
+            step = (persistent, _keep_rows(shape, walk_steps))
+            rows = (walk_steps * shape.streams, capacity(shape), shape.head_dim)
+            buffers = (*buffers, Buffer("walk_rows", shape.bank_dtype, rows))
     if note:
         notes.append(note)
     kept, scratch = (total_bytes(buffers, kept=kept) for kept in (True, False))
     memory = f"working memory {scratch / 2**20:,.1f} MiB"
     notes.append(f"{memory}, kept for the backward {kept / 2**20:,.1f} MiB" if kept else memory)
     if shape.training:
-        rows, bits = snapshot_rows(shape.chunks, shape.streams, shape.chunk, shape.writes)
-        size = shape.chunks * shape.write_rows * shape.snapshot_row_bytes
-        notes.append(
-            f"snapshot: at most {rows:,} rows ({bits}-bit row offsets), buffer {size / 2**30:.2f} GiB"
-        )
+        most = shape.chunks * shape.write_rows
+        size = most * shape.snapshot_row_bytes
+        notes.append(f"snapshot: room for {most:,} rows, {size / 2**30:.2f} GiB")
     return StepPlan(
         "forward",
         device,
@@ -432,8 +435,10 @@ def plan_forward(shape: WriteReadShape, device: DeviceModel, schedule: str | Non
         steps=shape.chunks,
         first_step=step,
         step=step,
-        prologue=prologue,
+        prologue=phase1.launches,
         slab_steps=slab,
+        schedule="stepwise" if persistent is None else "persistent",
+        walk_steps=walk_steps,
         buffers=buffers,
         notes=tuple(notes),
     )
@@ -454,12 +459,13 @@ def forward_constants(plan: StepPlan) -> dict[str, int]:
         "S": shape.slots,
         "gates": shape.writes if shape.gates_per_write else 1,
         "slab_chunks": plan.slab_steps * shape.streams,
+        "walk_steps": plan.walk_steps,
         "passes": passes,
         "digit_bits": digit_bits,
     }
-    for launch in plan.prologue:
-        if launch.name == "persistent_forward":
-            assert isinstance(launch, Launch)
-            numbers |= persistent_constants(shape, plan.device, launch) | {"groups": gather_block(shape)[1]}
+    if plan.schedule == "persistent":
+        walk = plan.step[0]
+        assert isinstance(walk, Launch)
+        numbers |= persistent_constants(shape, plan.device, walk) | {"groups": gather_block(shape)[1]}
     taken = {argument.name for launch in plan.kernels() for argument in launch.arguments}
     return {name: number for name, number in numbers.items() if name in taken}

@@ -1,5 +1,9 @@
 """The persistent forward schedule: one launch walks all steps of a slab, one cluster for each column slice.
 
+A column slice cannot quantize its part of a row, whose one scale follows from all columns. With such a
+snapshot the steps of a slab are cut into walks, each of one launch, which keeps rows in the bank's format,
+and of one that quantizes them.
+
 It takes the order of every sum from the launches of a stepwise step, so both schedules give the same bits.
 """
 
@@ -19,7 +23,7 @@ from sdm_rt.plan.column_slices import (
     slice_choices,
 )
 from sdm_rt.plan.device import DeviceModel
-from sdm_rt.plan.launch import Argument, Launch, int32s, pointers
+from sdm_rt.plan.launch import MAX_GRID, Argument, Launch, int32s, pointers
 from sdm_rt.plan.phase1 import capacity
 from sdm_rt.plan.shapes import WriteReadShape, dtype_bytes
 from sdm_rt.plan.tiling import ceil_div
@@ -27,12 +31,12 @@ from sdm_rt.runtime.kernel import KernelSpec
 
 __all__ = [
     "IN_SHARED_MEMORY",
-    "NO_ROW_SCALE",
     "choose_forward_schedule",
     "pays",
     "persistent_constants",
     "persistent_kernels",
     "persistent_launch",
+    "steps_of_walk",
 ]
 
 PRODUCT_TILE = 64
@@ -43,7 +47,7 @@ RINGS = (3, 1)  # batches of a thread under way, the preferred count first
 MAX_CHUNK_THAT_PAYS = 128  # as far as it was measured
 RECORD_BYTES = 24  # of a slot under way: its record, the weight and code of its first term
 IN_SHARED_MEMORY = ("residual", "inter", "delta")  # buffers that the stepwise schedule has beside
-NO_ROW_SCALE = ("none", "bf16")  # snapshots that a column slice can write by itself
+WALK_BYTES = 256 * 2**20  # of rows that wait for the launch that quantizes them
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,8 @@ def _kernel(
     shape: WriteReadShape, gather: KernelSpec, decay_write: KernelSpec, config: PersistentConfig, ring: int
 ) -> KernelSpec:
     defines = dict(gather.defines)
+    # Rows that wait to be quantized are in the bank's format, as of a snapshot "none".
+    kept = "1" if shape.quantizes else dict(decay_write.defines)["SNAPSHOT"]
     return KernelSpec(
         "persistent_forward.cu",
         ("persistent_forward",),
@@ -83,7 +89,7 @@ def _kernel(
             ("BANK", defines["BANK"]),
             ("COLUMNS", str(config.columns(shape))),
             ("RING", str(ring)),
-            ("SNAPSHOT", dict(decay_write.defines)["SNAPSHOT"]),
+            ("SNAPSHOT", kept),
             ("THREADS", str(config.threads)),
             ("VECTOR", defines["VECTOR"]),
         ),
@@ -146,9 +152,9 @@ def pays(
 
     It saves the launches of a step and their ramps, where its blocks have the shared memory to keep rows
     under way: batches of rows in number, lists of as many tokens as its threads read side by side. Where not
-    all clusters run at once, only rows of one slice were measured.
+    all clusters run at once, only rows of one slice were measured; with quantized snapshots nothing was.
     """
-    if shape.chunk > MAX_CHUNK_THAT_PAYS or layout.ring < RINGS[0]:
+    if shape.quantizes or shape.chunk > MAX_CHUNK_THAT_PAYS or layout.ring < RINGS[0]:
         return False
     lists = min(config.own_tokens(shape), _tokens_side_by_side(shape, config, vector))
     at_once = config.clusters(shape) <= device.clusters_at_once(config.cluster)
@@ -159,11 +165,6 @@ def _choose(
     shape: WriteReadShape, device: DeviceModel, vector: int, config: PersistentConfig | None
 ) -> tuple[PersistentConfig, Layout]:
     """Return the configuration and its layout; an UnsupportedConfigurationError says why there is none."""
-    if device.clusters and shape.training and shape.snapshot not in NO_ROW_SCALE:
-        raise UnsupportedConfigurationError(
-            f"schedule='persistent' cannot keep a snapshot of snapshot_quant={shape.snapshot!r}, whose rows "
-            f"have one scale across all column slices; use schedule='stepwise' or snapshot_quant='none'"
-        )
     candidates = configs(shape, device, slice_choices(shape, vector)) if config is None else (config,)
     return choose_config(shape, device, candidates, lambda one: _layouts(shape, one, vector))
 
@@ -173,7 +174,7 @@ def _launch(
     config: PersistentConfig,
     layout: Layout,
     kernel: KernelSpec,
-    slab_steps: int,
+    steps: int,
     step_floor: int,
 ) -> Launch:
     P, C, W, R, D = shape.streams, shape.chunk, shape.writes, shape.reads, shape.head_dim
@@ -181,6 +182,7 @@ def _launch(
     triangles = 4 * (2 + save) * P * C * (C + 1) // 2
     token = (W + R) * (dtype_bytes(shape.index_dtype) + 4) + 16 * W + 2 * shape.row_bytes + 4 * save * D + 4
     moved = step_floor + triangles + shape.step_tokens * token + 16 * P * capacity(shape)
+    moved += shape.write_rows * shape.row_bytes if shape.quantizes else 0
     inputs = ("k_idx", "q_idx", "v", "k_eff", "q_w", "x", "qx", "a", "strength", "slots", "slot_count")
     reads = ("memory", *inputs, "write_terms", "lengths", "cu_seqlens")
     place = "delta in the place of residual" if layout.in_place else "residual and delta side by side"
@@ -192,31 +194,41 @@ def _launch(
         block=(config.threads, 1, 1),
         cluster=(config.cluster, 1, 1),
         arguments=(
-            *pointers(*reads, "readings", "err", "snapshot"),
+            *pointers(*reads, "readings", "err", "snapshot", "walk_rows"),
             Argument("row_stride", "int64"),
+            Argument("step", "int32", step_dependent=True),
             Argument("slab_step", "int32", step_dependent=True),
-            *int32s("slab_chunks", "P", "T", "C", "W", "R", "S", "D", "shared_bank", "wide"),
+            *int32s("slab_chunks", "walk_steps", "P", "T", "C", "W", "R", "S", "D", "shared_bank", "wide"),
             *int32s("wide_index", "groups", "list_tokens", "in_place"),
         ),
         reads=(*reads, "err") if layout.in_place else reads,
-        writes=("memory", "readings", "err", "snapshot"),
-        bytes_moved=slab_steps * moved,
-        floor_bytes=slab_steps * step_floor,
+        writes=("memory", "readings", "err", "walk_rows" if shape.quantizes else "snapshot"),
+        bytes_moved=steps * moved,
+        floor_bytes=steps * step_floor,
         shared_memory=layout.shared_memory,
-        note=f"{config.slice_bytes} bytes of every row a cluster, all steps of a slab; "
+        note=f"{config.slice_bytes} bytes of every row a cluster, {steps} steps a walk; "
         f"{layout.ring * BATCH_ROWS} rows of a thread under way, {place}, "
         f"{layout.list_tokens} tokens' rows listed at once",
     )
+
+
+def steps_of_walk(shape: WriteReadShape, slab_steps: int) -> int:
+    """Return the steps that one launch walks: all of a slab, unless rows of theirs wait to be quantized."""
+    if not shape.quantizes:
+        return slab_steps
+    most = WALK_BYTES // (shape.write_rows * shape.row_bytes)
+    most = max(1, min(most, MAX_GRID[1] // shape.streams))
+    return ceil_div(slab_steps, ceil_div(slab_steps, most))
 
 
 def persistent_launch(
     shape: WriteReadShape,
     device: DeviceModel,
     step: tuple[Launch, ...],
-    slab_steps: int,
+    walk_steps: int,
     config: PersistentConfig | None = None,
 ) -> Launch:
-    """Return the launch that does the work of all steps of a slab.
+    """Return the launch that does the work of all steps of a walk.
 
     Slices and clusters follow `sdm_rt.plan.column_slices.configs`; what does not fit takes larger clusters,
     then narrower slices.
@@ -229,38 +241,38 @@ def persistent_launch(
         The GPU.
     step : tuple of Launch
         A step of the stepwise schedule; its launches fix the order of every sum.
-    slab_steps : int
-        Steps of a slab.
+    walk_steps : int
+        Steps of a walk (`steps_of_walk`).
     config : PersistentConfig, optional
         Slice and cluster in the place of the rule's.
 
     Raises
     ------
     UnsupportedConfigurationError
-        For a GPU without clusters, a snapshot with one scale a row, and where shared memory does not suffice.
+        For a GPU without clusters, and where shared memory does not suffice.
     """
     gather, _, decay_write = step
     chosen, layout = _choose(shape, device, _vector(gather.kernel), config)
     kernel = _kernel(shape, gather.kernel, decay_write.kernel, chosen, layout.ring)
     floor = sum(launch.floor_bytes for launch in step)
-    return _launch(shape, chosen, layout, kernel, slab_steps, floor)
+    return _launch(shape, chosen, layout, kernel, walk_steps, floor)
 
 
 def choose_forward_schedule(
     shape: WriteReadShape,
     device: DeviceModel,
     step: tuple[Launch, ...],
-    slab_steps: int,
+    walk_steps: int,
     schedule: str | None,
 ) -> tuple[Launch | None, str]:
-    """Return the launch that walks all steps of a slab, None for the stepwise schedule, and why.
+    """Return the launch that walks the steps, None for the stepwise schedule, and why.
 
     ``schedule`` and the errors are those of `sdm_rt.plan.column_slices.choose_schedule`, the rest that of
     `persistent_launch`.
     """
 
     def plan() -> tuple[Launch, Launch]:
-        launch = persistent_launch(shape, device, step, slab_steps)
+        launch = persistent_launch(shape, device, step, walk_steps)
         return launch, launch
 
     return choose_schedule(device, schedule, _pays_where_it_fits(shape, device, step[0].kernel), plan)

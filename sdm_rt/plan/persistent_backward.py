@@ -205,7 +205,7 @@ def _walk(
         bytes_moved=moved,
         floor_bytes=slab_steps * step_floor,
         shared_memory=layout.shared_memory,
-        note=f"{config.slice_bytes} bytes of every row a cluster, all steps of a slab; {place}, {lists}"
+        note=f"{config.slice_bytes} bytes of every row a cluster, {slab_steps} steps a walk; {place}, {lists}"
         + (", where the tiles lie later" if layout.overlap else ""),
     )
 

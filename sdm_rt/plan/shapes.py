@@ -26,6 +26,7 @@ MAX_SLOTS = 2**31 - 1  # of a stream
 BANK_DTYPES = ("bfloat16", "float16", "float32")
 INDEX_DTYPES = ("int32", "int64")
 SNAPSHOTS = ("none", "bf16", "fp8", "int4")
+QUANTIZED = ("fp8", "int4")  # snapshots whose rows have one scale each
 
 _BYTES = {"uint8": 1, "bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "int64": 8}
 _KERNEL_TYPES = {"bfloat16": "Bf16", "float16": "Fp16", "float32": "float"}
@@ -209,6 +210,11 @@ class WriteReadShape:
     def gradient_row_bytes(self) -> int:
         """Bytes of one row of the bank's gradient."""
         return self.head_dim * dtype_bytes(self.gradient_bank_dtype)
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether a call keeps rows that have one scale each."""
+        return self.training and self.snapshot in QUANTIZED
 
     @property
     def snapshot_row_bytes(self) -> int:

@@ -44,15 +44,19 @@ class StepPlan:
     steps : int
         Steps of the loop.
     first_step : tuple of Launch or LibraryCall
-        The launches of the step issued first.
+        The launches of the step issued first, or of the first walk.
     step : tuple of Launch or LibraryCall
-        The launches of every other step.
+        The launches of every other step, or of every other walk.
     order : {"ascending", "descending"}
         Whether the loop runs over steps 0..steps-1 or back.
     prologue, epilogue : tuple of Launch or LibraryCall
         Launches before each slab of steps, and after the loop.
     slab_steps : int
         Steps of a slab; 0: the loop is one slab.
+    schedule : {"stepwise", "persistent"}
+        Whether the loop launches kernels for each step, or walks many steps in one launch.
+    walk_steps : int
+        Steps of a walk, which the launches of ``step`` do together; the last walk may be shorter.
     buffers : tuple of Buffer
         The working memory beside the caller's tensors.
     notes : tuple of str
@@ -74,12 +78,22 @@ class StepPlan:
     prologue: tuple[Call, ...] = ()
     epilogue: tuple[Call, ...] = ()
     slab_steps: int = 0
+    schedule: Literal["stepwise", "persistent"] = "stepwise"
+    walk_steps: int = 1
     buffers: tuple[Buffer, ...] = ()
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.steps < 0:
             raise ValueError(f"{self.name}: steps must not be negative, got {self.steps}")
+        if self.walk_steps < 1:
+            raise ValueError(f"{self.name}: a walk takes one step at least, got {self.walk_steps}")
+        if self.walk_steps > 1 and self.first_step != self.step:
+            raise ValueError(f"{self.name}: all walks have the same launches")
+        if self.slabs > 1 and self.slab_steps % self.walk_steps:
+            raise ValueError(
+                f"{self.name}: a slab of {self.slab_steps} steps is no number of walks of {self.walk_steps}"
+            )
         for launch in self.kernels():
             total = launch.resources(self.device).static_shared + launch.shared_memory
             if total > self.device.shared_memory_per_block:
@@ -107,14 +121,10 @@ class StepPlan:
         """The pointer arguments of all kernels, by name."""
         return frozenset(a.name for launch in self.kernels() for a in launch.arguments if a.kind == "pointer")
 
-    @property
-    def schedule(self) -> str:
-        """``"persistent"`` where the prologue of a slab does all its steps, else ``"stepwise"``."""
-        return "persistent" if self.steps and not self.step else "stepwise"
-
     def step_indices(self) -> range:
-        """Return the steps in the order they are issued."""
-        return range(self.steps) if self.order == "ascending" else range(self.steps - 1, -1, -1)
+        """Return the steps in the order they are issued; the first of each walk."""
+        steps = range(0, self.steps, self.walk_steps)
+        return steps if self.order == "ascending" else steps[::-1]
 
     @property
     def slabs(self) -> int:
@@ -156,12 +166,15 @@ class StepPlan:
             return sum(int(getattr(call, field)) for call in calls)
 
         loop = of(self.first_step) + (self.steps - 1) * of(self.step) if self.steps else 0
+        if self.walk_steps > 1:  # the bytes of a walk are those of its steps
+            loop = of(self.step) * self.steps // self.walk_steps
         return self.slabs * of(self.prologue) + loop + of(self.epilogue)
 
     @property
     def launch_count(self) -> int:
         """Calls of the whole sequence."""
-        loop = len(self.first_step) + (self.steps - 1) * len(self.step) if self.steps else 0
+        issued = len(self.step_indices())
+        loop = len(self.first_step) + (issued - 1) * len(self.step) if issued else 0
         return self.slabs * len(self.prologue) + loop + len(self.epilogue)
 
     def without_pdl(self) -> StepPlan:
@@ -194,6 +207,8 @@ class StepPlan:
             "first_step": [self._call_dict(call) for call in self.first_step],
             "step": [self._call_dict(call) for call in self.step],
             "slab_steps": self.slab_steps,
+            "schedule": self.schedule,
+            "walk_steps": self.walk_steps,
             "buffers": [buffer.to_dict() for buffer in self.buffers],
             "epilogue": [self._call_dict(call) for call in self.epilogue],
             "launch_count": self.launch_count,

@@ -66,12 +66,16 @@ def _total_row(plan: StepPlan, label: str, calls: tuple[Launch | LibraryCall, ..
 
 
 def _sections(plan: StepPlan) -> list[tuple[str, tuple[Launch | LibraryCall, ...]]]:
-    where = "for" if plan.schedule == "persistent" else "before"
-    before = f"{where} each slab of {plan.slab_steps} steps" if plan.slabs > 1 else f"{where} the loop"
+    before = f"before each slab of {plan.slab_steps} steps" if plan.slabs > 1 else "before the loop"
     sections = [(before, plan.prologue)]
     if plan.steps:
         indices = plan.step_indices()
-        if plan.steps == 1:
+        if plan.schedule == "persistent":
+            end = plan.steps - 1
+            ends = f"0 to {end}" if plan.order == "ascending" else f"{end} to 0"
+            walk = f"steps {ends}" if len(indices) == 1 else f"each walk of {plan.walk_steps} steps, {ends}"
+            sections.append((walk, plan.step))
+        elif plan.steps == 1:
             sections.append((f"step {indices[0]}", plan.first_step))
         elif plan.first_step == plan.step:
             sections.append((f"each step, {indices[0]} to {indices[-1]}", plan.step))

@@ -30,7 +30,6 @@ from sdm_rt.plan.backward import (
 from sdm_rt.plan.decode import GROUPS, decode_kernel
 from sdm_rt.plan.forward import (
     PRODUCT_COLUMNS,
-    QUANTIZED,
     WRITE_LANES,
     decay_write_kernel,
     dual_matmul_kernel,
@@ -38,7 +37,7 @@ from sdm_rt.plan.forward import (
     keep_rows_kernel,
 )
 from sdm_rt.plan.kernel_resources import FIGURES, TABLE, resource_key
-from sdm_rt.plan.persistent import NO_ROW_SCALE, persistent_kernels
+from sdm_rt.plan.persistent import persistent_kernels
 from sdm_rt.plan.persistent_backward import COLUMN_SUM_KERNEL, persistent_backward_kernels
 from sdm_rt.plan.phase1 import phase1_kernels
 from sdm_rt.plan.phase1_backward import phase1_backward_gates_kernel, phase1_backward_pairs_kernel
@@ -114,9 +113,9 @@ def _forward_variants(pdl: bool) -> Iterator[KernelSpec]:
                 yield dual_matmul_kernel(shape, columns, triggers)
             for lanes in WRITE_LANES:
                 yield decay_write_kernel(shape, lanes, pdl)
-            if training and snapshot in QUANTIZED:
+            if shape.quantizes:
                 yield keep_rows_kernel(shape)
-            if pdl and snapshot in NO_ROW_SCALE:  # GPUs with PDL have clusters
+            if pdl:  # such GPUs have clusters
                 yield from persistent_kernels(
                     shape, gather_kernel(shape), decay_write_kernel(shape, WRITE_LANES[0], pdl)
                 )

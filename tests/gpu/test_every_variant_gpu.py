@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from sdm_rt import last_dispatch
+from sdm_rt.ops import bound_plans
+from sdm_rt.plan.shapes import QUANTIZED, SNAPSHOTS
 from tests.gpu.training import Found, op_step
 from tests.problems import make_problem
 from tests.tolerances import assert_close, assert_same_bits
@@ -18,7 +20,6 @@ from tests.tolerances import assert_close, assert_same_bits
 pytestmark = pytest.mark.gpu
 
 HALF = (torch.bfloat16, torch.float16)
-SNAPSHOTS = ("none", "bf16", "fp8", "int4")
 APPROXIMATE = ("k_val", "g", "q_val", "restored bank")
 # Half a warp a row; single values; words in pieces; one, two and four words of a lane; two slices of a row.
 COLUMNS = (16, 33, 68, 136, 264, 520, 1096)
@@ -58,10 +59,22 @@ def test_snapshots_and_schedules(dtype: torch.dtype, columns: int, chunk: int) -
         for name, want in exact.items():
             if name not in APPROXIMATE:
                 assert_same_bits(f"{snapshot}: {name}", found[name], want)
-    persistent = step(dtype, columns, chunk, schedule="persistent")
-    assert last_dispatch()["schedule"] == "persistent"
-    for name, want in exact.items():
-        assert_same_bits(f"persistent: {name}", persistent[name], want)
+        persistent = step(dtype, columns, chunk, snapshot_quant=snapshot, schedule="persistent")
+        assert last_dispatch()["schedule"] == "persistent"
+        for name, want in found.items():
+            assert_same_bits(f"persistent, {snapshot}: {name}", persistent[name], want)
+
+
+@pytest.mark.parametrize("snapshot", QUANTIZED)
+def test_walks_of_one_step_of_two_and_of_all(snapshot: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six steps; the last walk of some is short. Every plan is made anew."""
+    want = step(torch.bfloat16, 264, 16, snapshot_quant=snapshot, schedule="stepwise")
+    for steps in (1, 2, 4, 6):
+        monkeypatch.setattr("sdm_rt.plan.forward.steps_of_walk", lambda *_, steps=steps: steps)
+        monkeypatch.setattr(bound_plans, "_memo", bound_plans._Memo())
+        found = step(torch.bfloat16, 264, 16, snapshot_quant=snapshot, schedule="persistent")
+        for name, x in want.items():
+            assert_same_bits(f"{steps} steps: {name}", found[name], x)
 
 
 @pytest.mark.parametrize("columns", COLUMNS)
@@ -70,8 +83,6 @@ def test_wide_gradients_and_indices_of_32_bits(dtype: torch.dtype, columns: int)
     exact = step(dtype, columns, 16, int32=True, schedule="stepwise")
     for schedule in ("stepwise", "persistent"):
         for snapshot in ("none", "fp8", "int4"):
-            if schedule == "persistent" and snapshot != "none":
-                continue
             found = step(
                 dtype,
                 columns,

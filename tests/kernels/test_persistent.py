@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from sdm_rt.errors import UnsupportedConfigurationError
 from sdm_rt.ops.checks import resolve_streams
 from sdm_rt.plan import kernel_resources, persistent
 from sdm_rt.plan.column_slices import NARROW_SLICE, WIDE_SLICE, PersistentConfig
-from sdm_rt.plan.device import DeviceModel
+from sdm_rt.plan.shapes import QUANTIZED
 from tests.emulator.build import Replacement
 from tests.emulator.harness import Call, EmulatorError
 from tests.emulator.harness import run as emulate
@@ -63,14 +62,14 @@ def check(
     options: dict[str, Any] = {"training": training, "snapshot": snapshot}
     want = run(backend, problem, chunk, "stepwise", **options)
     got = run(backend, problem, chunk, "persistent", **options)
-    assert [launch.name for launch in got.plan.prologue][-1] == "persistent_forward"
-    assert not got.plan.step
+    walk = ["persistent_forward", *["keep_rows"] * (training and snapshot in QUANTIZED)]
+    assert [launch.name for launch in got.plan.step] == walk
     assert_same_bits("readings", got.readings, want.readings)
     assert_same_bits("bank", got.values["memory"], want.values["memory"])
     assert int(got.values["repeats"]) == int(want.values["repeats"])
     if training:
         assert_same_bits("err", got.values["err"], want.values["err"])
-        for name in ("slots", "snapshot"):
+        for name in ("slots", "snapshot", *["snapshot_scale"] * (snapshot in QUANTIZED)):
             for one, other in zip(kept_rows(got, name), kept_rows(want, name), strict=True):
                 assert_same_bits(name, one, other)
     return got
@@ -200,7 +199,7 @@ def test_every_cut_gives_the_same_bits(
 ) -> None:
     problem = make_problem(1, 40, 4, 4, 160, 30, seed=2).cast(torch.bfloat16)
     cut_into(monkeypatch, config)
-    launch = check(backend, problem, 33, training=True).plan.prologue[-1]
+    launch = check(backend, problem, 33, training=True).plan.step[0]
     assert launch.cluster == (config.cluster, 1, 1)
     assert launch.grid[0] == config.cluster * -(-320 // config.slice_bytes)
 
@@ -229,7 +228,7 @@ def test_every_layout_gives_the_same_bits(
     monkeypatch.setattr(persistent, "_layouts", few)
     got = check(backend, problem, 139, training=training)
     assert (got.values["list_tokens"], got.values["in_place"]) == (list_tokens, in_place)
-    assert dict(got.plan.prologue[-1].kernel.defines)["RING"] == str(ring)
+    assert dict(got.plan.step[0].kernel.defines)["RING"] == str(ring)
 
 
 @pytest.mark.parametrize(
@@ -246,12 +245,20 @@ def test_alignment_changes_no_bit(backend: Backend, dtype: torch.dtype, vector: 
     assert_same_bits("bank", got.values["memory"], whole.values["memory"])
 
 
-@pytest.mark.parametrize("snapshot", ["fp8", "int4"])
-def test_snapshots_with_a_scale_a_row_are_refused(backend: Backend, snapshot: str) -> None:
-    problem = make_problem(1, 20, 4, 4, 64, 30, seed=1).cast(torch.bfloat16)
-    model: DeviceModel = device_model(backend)
-    with pytest.raises(UnsupportedConfigurationError, match=f"'{snapshot}', whose rows have one scale"):
-        planned_forward(problem, 16, model, training=True, snapshot=snapshot, schedule="persistent")
+@pytest.mark.parametrize(
+    ("D", "dtype"), [(1, torch.float32), (30, torch.float16), (136, torch.bfloat16)], ids=str
+)
+@pytest.mark.parametrize("steps", [1, 2, 5])
+@pytest.mark.parametrize("snapshot", QUANTIZED)
+def test_quantized_snapshots(
+    backend: Backend, snapshot: str, steps: int, D: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Walks of one step, of two with a short one at the end, and of all; streams of different lengths."""
+    monkeypatch.setattr("sdm_rt.plan.forward.steps_of_walk", lambda *_: steps)
+    problem = make_problem(3, 70, 4, 4, D, 30, writes="repeats", lengths=[70, 0, 37], seed=D).cast(dtype)
+    got = check(backend, problem, 16, training=True, snapshot=snapshot)
+    assert len([call for call in got.calls if call.launch.name == "persistent_forward"]) == -(-5 // steps)
+    assert got.values["walk_rows"].shape[0] == 3 * steps
 
 
 def emulate_without(planned: Any, file: str, text: str) -> None:

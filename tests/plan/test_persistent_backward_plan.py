@@ -28,7 +28,7 @@ FILES = ("persistent_backward.cu", "column_sum.cu")
 
 def planned(shape: WriteReadShape, device: str = "h100") -> tuple[StepPlan, Launch]:
     plan = plan_backward(shape, preset(device), "persistent")
-    walk, column_sum = plan.prologue
+    walk, column_sum = plan.step
     assert isinstance(walk, Launch)
     assert (walk.name, column_sum.name) == ("persistent_backward", "column_sum")
     return plan, walk

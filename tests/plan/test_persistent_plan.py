@@ -14,7 +14,7 @@ from sdm_rt.errors import UnsupportedConfigurationError
 from sdm_rt.plan.device import PRESETS, preset
 from sdm_rt.plan.forward import forward_constants, plan_forward
 from sdm_rt.plan.launch import Launch
-from sdm_rt.plan.shapes import BANK_DTYPES, INDEX_DTYPES, WriteReadShape, dtype_bytes
+from sdm_rt.plan.shapes import BANK_DTYPES, INDEX_DTYPES, QUANTIZED, SNAPSHOTS, WriteReadShape, dtype_bytes
 from sdm_rt.plan.step_plan import StepPlan
 from sdm_rt.plan.tiling import ceil_div
 from sdm_rt.plan.write_resources import TARGETS, variants
@@ -28,7 +28,8 @@ WITHOUT_CLUSTERS = [name for name, device in PRESETS.items() if not device.clust
 
 def planned(shape: WriteReadShape, device: str = "h100") -> tuple[StepPlan, Launch]:
     plan = plan_forward(shape, preset(device), "persistent")
-    launch = plan.prologue[-1]
+    launch = plan.step[0]
+    assert plan.schedule == "persistent"
     assert isinstance(launch, Launch)
     assert launch.name == "persistent_forward"
     return plan, launch
@@ -114,12 +115,66 @@ def test_a_gpu_without_clusters_is_refused(device: str) -> None:
         plan_forward(FLAGSHIP, preset(device), "persistent")
 
 
-@pytest.mark.parametrize("snapshot", ["fp8", "int4"])
-def test_rows_with_a_scale_are_refused_where_they_are_kept(snapshot: str) -> None:
-    shape = dataclasses.replace(FLAGSHIP, snapshot=snapshot)
-    with pytest.raises(UnsupportedConfigurationError, match="one scale across all column slices"):
-        plan_forward(shape, preset("h100"), "persistent")
-    planned(dataclasses.replace(shape, training=False))
+@pytest.mark.parametrize("snapshot", QUANTIZED)
+@pytest.mark.parametrize(
+    ("changes", "steps"),
+    [
+        ({}, 16),  # 2 * 4,096 rows of 2 KiB a step
+        ({"streams": 16}, 2),
+        ({"streams": 256}, 1),  # more than the memory for waiting rows: by single steps
+        ({"streams": 1, "tokens": 130, "slots": 9}, 3),  # all steps
+        ({"tokens": 17 * 64}, 9),  # a second one of 8
+    ],
+)
+def test_rows_with_a_scale_are_quantized_walk_by_walk(
+    snapshot: str, changes: dict[str, Any], steps: int
+) -> None:
+    """One launch walks as many steps as leave 256 MiB of rows, the next one quantizes them."""
+    shape = dataclasses.replace(FLAGSHIP, snapshot=snapshot, **changes)
+    plan, walk = planned(shape)
+    _, keep_rows = plan.step
+    assert plan.walk_steps == steps
+    assert forward_constants(plan)["walk_steps"] == steps
+    (waiting,) = (buffer for buffer in plan.buffers if buffer.name == "walk_rows")
+    assert waiting.shape == (steps * shape.streams, shape.write_rows // shape.streams, 1024)
+    assert (waiting.dtype, waiting.kept) == ("bfloat16", False)
+    assert waiting.bytes <= 2**28 or steps == 1
+    assert keep_rows.grid[1] == steps * shape.streams
+    assert walk.writes[-1] == "walk_rows"
+    assert keep_rows.reads == ("walk_rows", "slot_count")
+    assert dict(walk.kernel.defines)["SNAPSHOT"] == "1"
+    issued = [(step, call.name) for step, call in plan.launches()][4:]
+    first = range(0, plan.steps, steps)
+    assert issued == [(step, name) for step in first for name in ("persistent_forward", "keep_rows")]
+    assert {plan.slab_step(step) for step, _ in issued} == {0}
+    assert plan.launch_count == 4 + 2 * len(first)
+    assert plan.schedule == "persistent"
+
+
+@pytest.mark.parametrize("steps", [1, 17, 33, 64])
+@pytest.mark.parametrize("snapshot", SNAPSHOTS)
+def test_the_floor_of_walks_is_that_of_the_steps(snapshot: str, steps: int) -> None:
+    """Also where the last walk is short."""
+    shape = dataclasses.replace(FLAGSHIP, snapshot=snapshot, tokens=64 * steps)
+    stepwise = plan_forward(shape, preset("h100"), "stepwise")
+    plan, walk = planned(shape)
+    assert plan.total("floor_bytes") == stepwise.total("floor_bytes")
+    unquantized = planned(dataclasses.replace(shape, snapshot="none"))[1]
+    if shape.quantizes:
+        rows = shape.write_rows * shape.row_bytes
+        assert walk.bytes_moved // plan.walk_steps == unquantized.bytes_moved // plan.steps
+        assert walk.floor_bytes // plan.walk_steps == unquantized.floor_bytes // plan.steps - rows
+
+
+def test_walks_fill_slabs() -> None:
+    plan, _ = planned(dataclasses.replace(FLAGSHIP, snapshot="fp8"))
+    assert dataclasses.replace(plan, slab_steps=256).slabs == 2
+    with pytest.raises(ValueError, match="a slab of 40 steps is no number of walks of 16"):
+        dataclasses.replace(plan, slab_steps=40)
+    with pytest.raises(ValueError, match="one step at least, got 0"):
+        dataclasses.replace(plan, walk_steps=0)
+    with pytest.raises(ValueError, match="all walks have the same launches"):
+        dataclasses.replace(plan, first_step=plan.step[:1])
 
 
 def test_a_schedule_of_another_name_is_refused() -> None:
@@ -166,12 +221,18 @@ def test_a_call_that_names_no_schedule_follows_the_rule(changes: dict[str, Any],
 
 
 def test_the_rule_gives_way_where_the_launch_cannot_run() -> None:
-    narrow = dataclasses.replace(FLAGSHIP, head_dim=128)
-    assert chosen(narrow)[0] == "persistent"
-    for snapshot in ("fp8", "int4"):
-        schedule, note = chosen(dataclasses.replace(narrow, snapshot=snapshot))
-        assert schedule == "stepwise"
-        assert note.startswith("schedule: stepwise, since schedule='persistent' cannot keep a snapshot")
+    schedule, note = chosen(WriteReadShape(2, 1000, 256, 64, 64, 1024, 65536), "rtxpro6000")
+    assert schedule == "stepwise"
+    assert note.startswith("schedule: stepwise, since schedule='persistent' needs ")
+
+
+@pytest.mark.parametrize("snapshot", QUANTIZED)
+def test_the_rule_leaves_out_what_was_not_measured(snapshot: str) -> None:
+    assert chosen(dataclasses.replace(FLAGSHIP, snapshot=snapshot)) == (
+        "stepwise",
+        "schedule: stepwise, by the rule",
+    )
+    assert chosen(dataclasses.replace(FLAGSHIP, snapshot=snapshot, training=False))[0] == "persistent"
 
 
 @pytest.mark.parametrize("device", WITH_CLUSTERS)
@@ -199,7 +260,8 @@ def test_the_launch_stands_for_the_steps_of_a_slab(training: bool) -> None:
     assert plan.steps == stepwise.steps
     assert plan.slab_steps == stepwise.slab_steps
     assert plan.launch_count == plan.slabs * 5
-    assert [call.name for _, call in plan.launches()] == [call.name for call in plan.prologue] * plan.slabs
+    assert plan.walk_steps == plan.slab_steps
+    assert [call for _, call in plan.launches()] == [*plan.prologue, launch] * plan.slabs
     assert [step for step, call in plan.launches() if call is launch] == [
         step for step in range(plan.steps) if step == plan.slab_step(step)
     ]
@@ -211,14 +273,15 @@ def test_the_launch_stands_for_the_steps_of_a_slab(training: bool) -> None:
     assert gone == {"residual", "inter", "delta"}
 
 
-def test_arguments_are_the_kernels_parameters() -> None:
-    plan, launch = planned(FLAGSHIP)
+@pytest.mark.parametrize("snapshot", SNAPSHOTS)
+def test_arguments_are_the_kernels_parameters(snapshot: str) -> None:
+    plan, launch = planned(dataclasses.replace(FLAGSHIP, snapshot=snapshot))
     assert [(argument.name, argument.kind) for argument in launch.arguments] == parameters(
         "persistent_forward"
     )
     for macro in dict(launch.kernel.defines):
         assert explains("persistent_forward", macro), f"persistent_forward.cu does not explain {macro}"
-    by_call = {"slab_step", "row_stride", "shared_bank", "wide"}
+    by_call = {"step", "slab_step", "row_stride", "shared_bank", "wide"}
     numbers = {a.name for a in launch.arguments if a.kind != "pointer"} - by_call
     assert numbers <= forward_constants(plan).keys()
 
@@ -239,7 +302,7 @@ def test_the_table_lists_what_plans_choose_and_nothing_else(target: str) -> None
         devices, BANK_DTYPES, (1, 3, 32, 33, 64, 66, 100, 129, 257, 1024), (2, 4, 8, 16)
     ):
         shape = WriteReadShape(1, 300, 16, 8, 8, D, 64, bank_dtype=dtype, alignment=alignment)
-        for training, snapshot in ((False, "none"), (True, "none"), (True, "bf16")):
+        for training, snapshot in ((False, "none"), *product((True,), SNAPSHOTS)):
             for index in INDEX_DTYPES:
                 one = dataclasses.replace(shape, training=training, snapshot=snapshot, index_dtype=index)
                 chosen.add(planned(one, device)[1].kernel)
@@ -261,13 +324,14 @@ def test_older_targets_list_none(target: str) -> None:
 
 def test_the_printed_plan_says_that_the_launch_does_all_steps() -> None:
     text = planned(FLAGSHIP)[0].describe()
-    assert "[for the loop]" in text
+    assert "[steps 0 to 511]" in text
     assert "schedule: persistent, as asked; 16 clusters of 6 blocks, 17 fit at once" in text
     long = dataclasses.replace(FLAGSHIP, tokens=2**17, training=False)
     plan, _ = planned(long)
-    assert f"[for each slab of {plan.slab_steps} steps]" in plan.describe()
+    assert f"[before each slab of {plan.slab_steps} steps]" in plan.describe()
+    assert f"[each walk of {plan.walk_steps} steps, 0 to {plan.steps - 1}]" in plan.describe()
     by_rule = plan_forward(dataclasses.replace(FLAGSHIP, chunk=256), preset("h100"))
-    assert by_rule.step
+    assert by_rule.schedule == "stepwise"
     assert "schedule: stepwise, by the rule" in by_rule.describe()
 
 
@@ -277,5 +341,7 @@ def test_the_command_prints_it_and_its_refusals(capsys: pytest.CaptureFixture[st
     assert "persistent_forward.cu:persistent_forward" in capsys.readouterr().out
     assert main([*command, "stepwise"]) == 0
     assert "persistent_forward" not in capsys.readouterr().out
-    assert main([*command, "persistent", "--snapshot", "fp8"]) == 1
-    assert "one scale across all column slices" in capsys.readouterr().err
+    assert main([*command, "persistent", "--snapshot", "fp8"]) == 0
+    assert "[each walk of 16 steps, 0 to " in capsys.readouterr().out
+    assert main([*command, "persistent", "--device", "a100"]) == 1
+    assert "needs thread block clusters" in capsys.readouterr().err

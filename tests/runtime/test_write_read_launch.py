@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sdm_rt.errors import UnsupportedConfigurationError
 from sdm_rt.ops.checks import flatten_tokens, resolve_streams
 from sdm_rt.ops.write_read_call import WriteReadCall
-from sdm_rt.ops.write_read_launch import operands_of, planned_shape, saved_bytes
+from sdm_rt.ops.write_read_launch import BankLayout, operands_of, planned_shape, saved_bytes
 from tests.problems import make_problem
 
 
@@ -24,3 +25,9 @@ def test_a_training_call_of_several_streams_on_one_bank_says_so_in_its_shape(
     several = shared and streams > 1
     assert planned_shape(problem.memory, operands, call, 16, training=True).shared_bank is several
     assert saved_bytes(problem.memory, operands, call) > 0
+
+
+def test_rows_further_apart_than_the_kernels_count_are_refused() -> None:
+    bank = torch.empty_strided((2, 8), (2**32, 1), dtype=torch.bfloat16, device="meta")
+    with pytest.raises(UnsupportedConfigurationError, match="rows lie 4,294,967,296 elements apart"):
+        BankLayout.of(bank)

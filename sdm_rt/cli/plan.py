@@ -92,6 +92,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the plans; 1 with the reason on stderr where a plan is refused or an option is out of range."""
     passes = arguments.passes or (["forward"] if arguments.no_grad else ["forward", "backward"])
     try:
+        if arguments.no_grad and "backward" in passes:
+            raise ValueError("--no-grad saves nothing, so there is no backward to plan")
+        if arguments.reference and arguments.schedule:
+            raise ValueError("--reference is a schedule of its own and takes no --schedule")
         device = preset(arguments.device)
         plans = [_plan(name, arguments, device) for name in passes]
     except ValueError as error:

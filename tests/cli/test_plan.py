@@ -67,7 +67,8 @@ def test_reference_schedule(capsys: pytest.CaptureFixture[str]) -> None:
             "The largest chunk size that fits is chunk_size=188.",
         ),
         ("--device a100 --pass forward --schedule persistent", "use schedule='stepwise'"),
-        ("--device h100 --no-grad --pass backward", "training must be True"),
+        ("--device h100 --no-grad --pass backward", "--no-grad saves nothing"),
+        ("--device h100 --reference --schedule persistent", "--reference is a schedule of its own"),
     ],
 )
 def test_refusals_are_one_line_and_status_1(

@@ -21,8 +21,13 @@ _INT4_CLIPS = (1.0, 0.8)
 
 
 def _row_scale(rows: Tensor, largest: float) -> Tensor:
-    """Return amax / largest of each row [n, D] as [n, 1], rounded to bfloat16."""
-    return (rows.abs().amax(dim=1, keepdim=True) / largest).to(torch.bfloat16).to(torch.float32)
+    """Return amax / largest of each row [n, D] as [n, 1], rounded to bfloat16; 0 where it is subnormal.
+
+    Kernels flush subnormal numbers to zero, and the reciprocal of the smallest ones is infinite.
+    """
+    quotient = rows.abs().amax(dim=1, keepdim=True) / largest
+    quotient = quotient.masked_fill(quotient < torch.finfo(torch.float32).tiny, 0.0)
+    return quotient.to(torch.bfloat16).to(torch.float32)
 
 
 def _quantize_int4(rows: Tensor) -> tuple[Tensor, Tensor]:

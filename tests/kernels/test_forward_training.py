@@ -61,6 +61,9 @@ def problem_of(case: Case, tokens: int = 37) -> Problem:
     ).cast(case.dtype)
     problem.memory[5] = 0.0  # a row without a scale of its own
     problem.memory[7, case.D // 2] = torch.inf
+    # Values that are normal numbers, of which a scale is none.
+    problem.memory[9] = problem.memory[9].sign() * (1e-36 + 1e-36 * problem.memory[9].abs().clamp(max=1.0))
+    problem.memory[9, 0] = 0.0
     problem.k_idx[:, :, 0] %= 24  # every lane 0 of the second stream lies outside its rows
     return problem.tokens_of(0, tokens)
 
@@ -135,10 +138,10 @@ def check_snapshot(case: Case, snapshot: str, values: dict[str, Any], banks: lis
 
 
 def test_the_rows_that_have_no_scale_of_their_own_are_kept(backend: Backend) -> None:
-    """The problems above do write the row of zeros and the row with inf."""
+    """The problems above do write the row of zeros, the tiny one and the one with inf."""
     for case in CASES:
         slots = written_slots(problem_of(case), 0, 0).tolist()
-        assert {5, 7} <= set(slots)
+        assert {5, 7, 9} <= set(slots)
         assert written_slots(problem_of(case), 1, 0).numel() > 0
 
 

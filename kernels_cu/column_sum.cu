@@ -6,7 +6,7 @@
 // Block   THREADS threads.
 // Reads   partial_k_pd, partial_k_eff [slices, slab_chunks, C, W], partial_q_w [slices, slab_chunks, C, R], partial_tot
 //         [slices, slab_chunks, capacity]; k_idx [rows, W], q_idx [rows, R] (64-bit where wide_index); slots [chunks,
-//         capacity], slot_count [chunks]; capacity = min(C W, S).
+//         capacity], slot_count [chunks]; lengths, cu_seqlens (chunk.cuh); capacity = min(C W, S).
 // Writes  d_k_pd [chunks, C, W]; of present entries alone d_k_eff [chunks, C, W] and d_q_w [chunks, C, R]; of the slots
 //         that a chunk writes d_tot [chunks, capacity].
 // Sums    `halves` slices make a block of 256 bytes of the bank's format (1: a slice is one; 2: the row's missing half

@@ -7,7 +7,8 @@
 // Macros  BANK (float, Bf16, Fp16), COLUMNS (of a block, a multiple of 4).
 // Grid    (P streams, slices of COLUMNS columns).
 // Block   THREADS = TILE / 2 * COLUMNS / WIDTH threads: pairs of rows by groups of WIDTH columns.
-// Reads   gwr [P, C, D]; x, qx [chunks, C, C], strength [chunks, C]; grad_readings [rows, D].
+// Reads   gwr [P, C, D]; x, qx [chunks, C, C], strength [chunks, C]; grad_readings [rows, D], lengths, cu_seqlens
+//         (chunk.cuh).
 // Writes  lam [chunks, C, D]; grad_v [rows, D] (0 on padding).
 // Sums    lam[j]: over i upwards from j, of each i first the term of qx: what lies above the diagonal is never added.
 // Shared  dynamic, with side = min(TILE, C rounded up to 4): 2 C COLUMNS floats, then 2 tiles of side * (side + 4)

@@ -7,7 +7,8 @@
 // Macros  BANK (float, Bf16, Fp16), COLUMNS (of a block, a multiple of 4), SAVE (1: err is written).
 // Grid    (P streams, slices of COLUMNS columns).
 // Block   THREADS = TILE / 2 * COLUMNS / WIDTH threads: pairs of rows by groups of WIDTH columns.
-// Reads   residual, inter [P, C, D]; x, qx, a [chunks, C, C] and strength [chunks, C] of the slab.
+// Reads   residual, inter [P, C, D]; x, qx, a [chunks, C, C] and strength [chunks, C] of the slab; lengths, cu_seqlens
+//         (chunk.cuh).
 // Writes  delta [P, C, D]; readings [rows, D] (0 on padding); err [all chunks, C, D] (SAVE).
 // Sums    over j upwards, j <= i (err: j < i): what lies above the diagonal is never added.
 // Shared  dynamic, with C4 = C rounded up to 4 and side = min(TILE, C4): C4 + (1 + SAVE) C COLUMNS floats, then

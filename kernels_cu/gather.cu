@@ -8,7 +8,7 @@
 // Grid    (C tokens, P streams, 2 * column slices): z even for writes, odd for reads.
 // Block   (threads across a slice, GROUPS).
 // Reads   memory [P*S, D] (rows row_stride values apart), k_idx [rows, W], q_idx [rows, R], v [rows, D],
-//         k_eff [chunks, C, W], q_w [chunks, C, R]; of the slab.
+//         k_eff [chunks, C, W] and q_w [chunks, C, R] of the slab; lengths, cu_seqlens (chunk.cuh).
 // Writes  residual, inter [P, C, D].
 // Sums    over rows: each group its rows n = group, group + GROUPS, .. in turn, then the groups in order.
 // Shared  dynamic, 12 * max(W, R) + 4 * GROUPS * slice columns bytes.

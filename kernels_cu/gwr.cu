@@ -9,7 +9,7 @@
 // Grid    (C tokens, P streams).
 // Block   32 * WARPS threads: warp w takes rows w, w + WARPS, .. of the token.
 // Reads   gradient_bank [P*S, D], k_idx [rows, W] (64-bit where wide_index), write_weight [chunks, C, W], err
-//         [chunks, C, D], strength [chunks, C].
+//         [chunks, C, D], strength [chunks, C]; lengths, cu_seqlens (chunk.cuh).
 // Writes  gwr [P, C, D], d_k_pd [chunks, C, W].
 // Sums    gwr: each warp its rows in turn, then the warps in order. Dots: the tree of rows.cuh.
 // Shared  dynamic: 4 * WARPS * SLICE + 16 * W bytes.

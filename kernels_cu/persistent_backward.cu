@@ -15,10 +15,11 @@
 //         128 bytes of BANK), SNAPSHOT (1 in the bank's format, 2 Bf16, 3 fp8, 4 int4), THREADS (of a block).
 // Grid    (blocks of a cluster * slices, P streams). Cluster: 1 to 8 blocks of one slice. Block: THREADS.
 // Reads   gradient_bank [P*S, D], memory [P*S, D] (rows row_stride values apart); snapshot, snapshot_scale
-//         (decay_write.cu); k_idx [rows, W] (64-bit where wide_index); write_weight [chunks, C, W], err [chunks, C, D],
-//         strength [chunks, C], x, qx [chunks, C, C]; grad_readings [rows, D] (aligned to 16 bytes); slots, slot_reads
-//         [chunks, capacity], slot_count [chunks], write_terms [chunks, C W]; read_slots [chunks, read capacity],
-//         read_slot_count [chunks], read_terms [chunks, C R]; capacity = min(C W, S), read capacity = min(C R, S).
+//         (decay_write.cu, keep_rows.cu); k_idx [rows, W] (64-bit where wide_index); write_weight [chunks, C, W], err
+//         [chunks, C, D], strength [chunks, C], x, qx [chunks, C, C]; grad_readings [rows, D] (aligned to 16 bytes);
+//         slots, slot_reads [chunks, capacity], slot_count [chunks], write_terms [chunks, C W]; read_slots [chunks,
+//         read capacity], read_slot_count [chunks], read_terms [chunks, C R]; lengths, cu_seqlens (chunk.cuh);
+//         capacity = min(C W, S), read capacity = min(C R, S).
 // Writes  rows of gradient_bank and of memory; lam [chunks, C, D], grad_v [rows, D] (0 on padding); dots over a slice's
 //         columns, for column_sum.cu: partial_k_pd, partial_k_eff [slices, slab_chunks, C, W], partial_q_w [slices,
 //         slab_chunks, C, R], of present entries alone but for k_pd, partial_tot [slices, slab_chunks, capacity].

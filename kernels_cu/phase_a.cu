@@ -11,8 +11,8 @@
 //         format, 2 Bf16, 3 fp8, 4 int4).
 // Grid    (blocks that share the slots, P streams).
 // Block   32 * WARPS threads.
-// Reads   snapshot, snapshot_scale (decay_write.cu); slots [chunks, capacity], slot_count [chunks], write_terms
-//         [chunks, C W]; lam [chunks, C, D], strength [chunks, C]; capacity = min(C W, S).
+// Reads   snapshot, snapshot_scale (decay_write.cu, keep_rows.cu); slots [chunks, capacity], slot_count [chunks],
+//         write_terms [chunks, C W]; lam [chunks, C, D], strength [chunks, C]; capacity = min(C W, S).
 // Writes  rows of gradient_bank [P*S, D] and of memory [P*S, D] (row_stride values apart); d_k_eff [chunks, C, W], of
 //         present entries alone; d_tot [chunks, capacity].
 // Sums    rows: terms in sorted order (token, then lane) onto the decayed row. Dots: the tree of rows.cuh.

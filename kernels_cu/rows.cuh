@@ -121,7 +121,7 @@ __device__ __forceinline__ float add_blocks(float total, const float (&share)[LO
 
 // ---- snapshots ----
 
-// SNAPSHOT: 1 in the bank's format, 2 Bf16, 3 fp8, 4 int4 (decay_write.cu).
+// SNAPSHOT: 1 in the bank's format, 2 Bf16 (decay_write.cu), 3 fp8, 4 int4 (keep_rows.cu).
 #ifdef SNAPSHOT
 template <class Slice>
 __device__ __forceinline__ void restore_words(const Slice& kept, BANK* row, int column, int D) {

@@ -51,7 +51,8 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "SDM_RT_REPLAY",
         "1",
-        "0 launches repeated calls kernel by kernel, not as CUDA graphs; same bits.",
+        "0 launches repeated calls and those of cuda_graph=True kernel by kernel, not as CUDA graphs; "
+        "same bits.",
     ),
     Variable("SDM_RT_CHECK", "0", "1 checks indices on the GPU before each call (waits for the GPU)."),
     Variable("SDM_RT_PROGRESS", "1", "0 hides the progress line of a compile."),

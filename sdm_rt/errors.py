@@ -19,7 +19,7 @@ class UnsupportedConfigurationError(ValueError):
 
 
 class MissingDependencyError(RuntimeError):
-    """The GPU path lacks CuPy, NVRTC, the CUDA headers or a driver.
+    """The GPU path lacks CuPy, NVRTC or a driver.
 
     The message says what is missing, the command that installs it, and that CPU tensors work.
     """

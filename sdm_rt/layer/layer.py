@@ -169,6 +169,11 @@ class SparseDeltaMemory(nn.Module):
             Divides the standard deviation of ``Wo``.
         width_scaling : float, optional
             Multiplies the standard deviation of every projection, not that of the bank; default 1.
+
+        Raises
+        ------
+        ValueError
+            If one of the three is not positive and finite; nothing has been drawn then.
         """
         std = self.args.dim**-0.5 if init_std is None else init_std
         scaling = 1.0 if width_scaling is None else width_scaling
@@ -222,6 +227,20 @@ class SparseDeltaMemory(nn.Module):
         initial_memory : Tensor, optional
             The bank to start from, [H*S, D] for every sequence or [B*H*S, D]; copied. Default: the learned
             initial bank, or zeros.
+
+        Returns
+        -------
+        SDMLayerState
+            Its bank [B*H*S, D] holds the initial bank of every sequence; its ``cache_len`` is 0.
+
+        Raises
+        ------
+        TypeError
+            If ``bsz`` or ``seq_len`` is no int, or ``dtype`` is none of a bank.
+        ValueError
+            If ``bsz`` or ``seq_len`` is negative, or ``initial_memory`` has another shape.
+        RuntimeError
+            If FSDP2 has given back the memory of the learned initial bank: pass ``initial_memory``.
         """
         check_int("bsz", bsz, 0, None)
         check_int("seq_len", seq_len, 0, None)
@@ -287,6 +306,15 @@ class SparseDeltaMemory(nn.Module):
         ------
         ValueError, TypeError
             An argument that does not fit; the message names it, and nothing has changed then.
+        UnsupportedConfigurationError
+            On a GPU, a ValueError: 2**31 slots a head and more, or more than 65,535 streams (B*H).
+        MissingDependencyError, KernelCompileError, NotPrecompiledError
+            On a GPU, RuntimeErrors of the ops: a part of the GPU path is missing, or a kernel cannot be
+            compiled; see :func:`~sdm_rt.sdm_write_read`.
+        RuntimeError
+            On a GPU: a compute capability below 8.0, or a first call of its kind inside a CUDA graph capture.
+            Inside a transform of ``torch.func``. From a backward: the bank of the call was changed in
+            between, or ran backward before.
         """
         if isinstance(mask, Tensor):
             _warn_mask_has_no_effect()

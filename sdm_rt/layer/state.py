@@ -113,6 +113,14 @@ class SDMLayerState(Cache):
             [B*H*S, D]. The bank itself, after an in-place call, is not copied.
         seq_len : int
             Positions that it has seen beyond the present ``cache_len``.
+
+        Raises
+        ------
+        TypeError
+            If ``seq_len`` is no int.
+        ValueError
+            If ``seq_len`` is negative, or ``new_memory`` has another shape than the bank. Nothing has changed
+            then.
         """
         check_int("seq_len", seq_len, 0, None)
         if new_memory.shape != self.memory.shape:

@@ -1,4 +1,4 @@
-"""What a user can read about past calls: repeated write slots, and the plan of the latest call."""
+"""What a user can read about past calls: repeated write slots, and how the latest calls ran."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ __all__ = [
 _lock = threading.Lock()
 _repeats = 0
 _on_device: dict[torch.device, Tensor] = {}
-_dispatch: dict[str, Any] = {}
+_latest: dict[str | None, dict[str, Any]] = {}
+"""The latest call of each op; under None that of any."""
 
 
 def count_repeats(count: int) -> None:
@@ -62,6 +63,11 @@ def repeated_write_slots(reset: bool = True) -> int:
     ----------
     reset : bool
         Whether to set the count back to 0.
+
+    Returns
+    -------
+    int
+        The count over all ops, threads, CPU tensors and GPUs.
     """
     global _repeats
     with _lock:
@@ -78,16 +84,45 @@ def repeated_write_slots(reset: bool = True) -> int:
 
 
 def record_dispatch(description: dict[str, Any]) -> None:
-    """Keep ``description`` as the latest call's."""
-    global _dispatch
-    _dispatch = description
+    """Keep ``description`` as the latest call's; its keys are those that `last_dispatch` describes."""
+    _latest[None] = _latest[description["op"]] = description
 
 
-def last_dispatch() -> dict[str, Any]:
-    """Return how the latest op call of this process ran: its path and its shapes; empty before the first."""
-    return dict(_dispatch)
+def last_dispatch(op: str | None = None) -> dict[str, Any]:
+    """Return how the latest op call of this process ran.
+
+    Every op that computes is told, on CPU tensors and on a GPU, also where a layer, the compiler or autograd
+    calls it: a training step of a layer ends with ``"product_key_topk_backward"``. Refused calls are not
+    told, nor calls that make shapes alone (meta and fake tensors), nor replays of a graph that the caller
+    captured.
+
+    Parameters
+    ----------
+    op : str, optional
+        Tell the latest call of this op, for example ``"sdm_write_read_backward"``. Default: that of any.
+
+    Returns
+    -------
+    dict of str to Any
+        A copy; empty before the first call and after `reset_dispatch`. Its keys:
+
+        - ``op``: the public name of the op; of the backward of a call, that name with ``"_backward"``.
+        - ``path``: ``"gpu"`` for planned kernels. On CPU tensors ``"recurrence"`` (``sdm_write_read``, its
+          backward and ``sdm_decode_step``) or ``"definition"`` (the others).
+        - ``plan``: on a GPU the launches, a ``sdm_rt.plan.step_plan.StepPlan``; None where there was nothing
+          to launch.
+        - ``schedule``: of ``sdm_write_read`` and its backward on a GPU, ``"stepwise"`` or ``"persistent"``;
+          None where there was nothing to launch.
+        - ``graph``: of ``sdm_write_read`` and its backward on a GPU, whether the launches ran as a CUDA
+          graph. Of ``sdm_decode_step``, True where a layer replayed the whole token; else there is no key.
+        - ``streams``: of ``sdm_decode_step``, and of ``sdm_write_read`` and its backward on CPU tensors, P.
+        - ``device``, ``tokens`` (of all streams), ``writes``, ``reads``, ``head_dim``, ``slots``,
+          ``bank_dtype``, ``snapshot_quant``: of ``sdm_write_read`` and its backward on CPU tensors. On a GPU
+          ``plan.shape`` tells them.
+    """
+    return dict(_latest.get(op, {}))
 
 
 def reset_dispatch() -> None:
-    """Forget the latest call."""
-    record_dispatch({})
+    """Forget the latest calls."""
+    _latest.clear()

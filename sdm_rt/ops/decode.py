@@ -118,7 +118,7 @@ def _recurrence(memory: Tensor, operands: tuple[Tensor, ...], lengths: Tensor | 
     with torch.no_grad():
         out, _, repeats = advance(memory, Tokens(**flat), streams, None)
     count_repeats(repeats)
-    record_dispatch({"op": "decode", "path": "recurrence", "streams": shape.streams})
+    record_dispatch({"op": "sdm_decode_step", "path": "recurrence", "streams": shape.streams})
     return out
 
 

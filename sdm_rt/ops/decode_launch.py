@@ -163,6 +163,7 @@ def decode_on_gpu(
                 "memory: expected dtype float32, bfloat16 or float16 on a GPU, got float64 (CPU only)"
             )
         if k_idx.shape[0] == 0:
+            record_dispatch({"op": "sdm_decode_step", "path": "gpu", "streams": 0, "plan": None})
             return memory.new_empty(0, memory.shape[1]) if y is None else y
         ready = _memo.ready[key] = _prepare(memory, operands, lengths)
     if ready.checked:
@@ -276,10 +277,10 @@ def _prepare(memory: Tensor, operands: tuple[Tensor, ...], lengths: Tensor | Non
     launch = prepare(description, gpu, current_stream(gpu.index))
     launch.set(planned.numbers)
     dispatch = {
-        "op": "decode",
+        "op": "sdm_decode_step",
         "path": "gpu",
         "streams": operands[0].shape[0],
-        "plan": planned.plan.to_dict(),
+        "plan": planned.plan,
     }
     return _Ready(
         launch=launch,

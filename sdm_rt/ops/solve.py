@@ -57,19 +57,22 @@ def wy_solve(A: Tensor, beta: Tensor, QK: Tensor) -> tuple[Tensor, Tensor]:
     dtype = torch.float64 if torch.float64 in (A.dtype, beta.dtype, QK.dtype) else torch.float32
     if A.is_meta:
         return A.new_empty(A.shape, dtype=dtype), A.new_empty(A.shape, dtype=dtype)
+    record_dispatch({"op": "wy_solve", "path": "definition"})
     return definition.solve(*(tensor.to(dtype).contiguous() for tensor in (A, beta, QK)))
 
 
 def _on_gpu(a: Tensor, beta: Tensor, qk: Tensor) -> tuple[Tensor, Tensor]:
     x, qx = torch.empty_like(a), torch.empty_like(a)
     chunks, chunk, _ = a.shape
+    plan = None
     if chunks:
         index = a.get_device()
         bound = bound_plan(plan_chunk_solve, SolveShape(chunks, chunk), index)
         tensors = {"a": a, "qk": qk, "strength": beta, "x": x, "qx": qx}
         bound.set({"C": chunk, **{name: tensor.data_ptr() for name, tensor in tensors.items()}})
         bound.run(current_stream(index))
-        record_dispatch({"op": "wy_solve", "path": "gpu", "plan": bound.plan})
+        plan = bound.plan
+    record_dispatch({"op": "wy_solve", "path": "gpu", "plan": plan})
     return x, qx
 
 

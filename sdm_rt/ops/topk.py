@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sdm_rt.cpu import topk as definition
 from sdm_rt.ops.checks import BANK_DTYPES, MAX_ENTRIES, check_int, check_sequence
+from sdm_rt.ops.counters import record_dispatch
 from sdm_rt.ops.library import define, differentiable_once, is_traced
 from sdm_rt.ops.topk_launch import (
     empty_gradient,
@@ -114,9 +115,21 @@ def select_slots(raw: Tensor, factors: tuple[int, ...], k: int) -> tuple[Tensor,
         if not _needs_operator(raw):
             return select_on_gpu(raw, factors, k)
     elif not is_traced(raw):
-        return definition.product_key_topk(raw, factors, k)
+        return _on_cpu(raw, factors, k)
     val, idx = torch.ops.sdm_rt.product_key_topk(raw, factors, k)
     return val, idx
+
+
+def _on_cpu(raw: Tensor, factors: tuple[int, ...], k: int) -> tuple[Tensor, Tensor]:
+    val, idx = definition.product_key_topk(raw, factors, k)
+    _record("product_key_topk")
+    if val.grad_fn is not None:
+        val.grad_fn.register_hook(lambda *_: _record("product_key_topk_backward"))
+    return val, idx
+
+
+def _record(op: str) -> None:
+    record_dispatch({"op": op, "path": "definition"})
 
 
 def _needs_operator(raw: Tensor) -> bool:
@@ -150,7 +163,13 @@ def _check(raw: Tensor, factors: tuple[int, ...], k: int) -> None:
     check_int("k", k, 1, MAX_ENTRIES)
 
 
+def _select(raw: Tensor, factors: Sequence[int], k: int) -> tuple[Tensor, Tensor]:
+    _record("product_key_topk")
+    return definition.select(raw, factors, k)
+
+
 def _select_backward(grad_val: Tensor, idx: Tensor, factors: Sequence[int], k: int) -> Tensor:
+    _record("product_key_topk_backward")
     return definition.select_backward(grad_val, idx, factors)
 
 
@@ -172,7 +191,7 @@ def _backward(
 
 define(
     "product_key_topk(Tensor raw, int[] factors, int k) -> (Tensor, Tensor)",
-    cpu=definition.select,
+    cpu=_select,
     cuda=select_on_gpu,
     fake=empty_selection,
     backward=_backward,

@@ -71,7 +71,7 @@ def _ready(entry: str, scores: Tensor, factors: Sequence[int], k: int) -> _Ready
         (planned,) = plan.kernels()
         launch = prepare(planned, device.gpu(index), current_stream(index))
         launch.set({"rows": rows})
-        dispatch = {"op": "product_key_topk", "path": "gpu", "plan": plan}
+        dispatch = {"op": f"product_key_{entry}", "path": "gpu", "plan": plan}
         ready = _Ready(launch, planned.kernel, generation, (*scores.shape[:-1], shape.selected), dispatch)
         _memo.ready[key] = ready
     return ready
@@ -117,6 +117,7 @@ def select_on_gpu(raw: Tensor, factors: Sequence[int], k: int) -> tuple[Tensor, 
         Slots, int64, ascending.
     """
     if raw.numel() == 0:
+        record_dispatch({"op": "product_key_topk", "path": "gpu", "plan": None})
         return empty_selection(raw, factors, k)
     ready = _ready("topk", raw, factors, k)
     val, idx = raw.new_empty(ready.selected), raw.new_empty(ready.selected, dtype=torch.int64)
@@ -133,7 +134,10 @@ def empty_gradient(grad_val: Tensor, idx: Tensor, factors: Sequence[int], k: int
 def select_backward_on_gpu(grad_val: Tensor, idx: Tensor, factors: Sequence[int], k: int) -> Tensor:
     """Return the gradient of the factor scores from that of the selected scores, on a GPU."""
     grad_raw = empty_gradient(grad_val, idx, factors, k)
-    if idx.numel():
-        ready = _ready("topk_backward", grad_raw, factors, k)
-        _run(ready, idx.contiguous(), grad_val.contiguous(), grad_raw)
+    if idx.numel() == 0:
+        record_dispatch({"op": "product_key_topk_backward", "path": "gpu", "plan": None})
+        return grad_raw
+    ready = _ready("topk_backward", grad_raw, factors, k)
+    _run(ready, idx.contiguous(), grad_val.contiguous(), grad_raw)
+    record_dispatch(ready.dispatch)
     return grad_raw

@@ -153,6 +153,7 @@ def sdm_write_read(
 
     ``k_val``, ``q_val`` and ``v`` are rounded to the bank's dtype; ``beta`` and ``g`` are used in float32
     (float64 with a float64 bank). CPU tensors run this recurrence itself and round bank rows once a token.
+    Every tensor may be a CuPy array or another object with ``__dlpack__``; a CuPy bank gets CuPy arrays back.
 
     Parameters
     ----------
@@ -163,7 +164,8 @@ def sdm_write_read(
         Bank rows to write and to read, [P, T, W] and [P, T, R], int32 or int64; W and R in 1..256. A slot
         that a token writes twice decays once, by the gate of its first lane, and its weights add.
     k_val, q_val : Tensor
-        Weights, [P, T, W] and [P, T, R].
+        Weights, [P, T, W] and [P, T, R]. These and the next three have any floating-point dtype, each its
+        own; their gradients have it too.
     v : Tensor
         Values, [P, T, D].
     beta : Tensor
@@ -173,7 +175,7 @@ def sdm_write_read(
     chunk_size : int
         C of the chunked form, 1..256. The recurrence of the CPU has no chunks: no effect there.
     num_memory_slots : int
-        S. 0 means one bank for all streams.
+        S, the slots of a stream. 0: one bank for all streams, which needs ``shared_bank=True`` where P > 1.
     num_parallel : int
         P. All token tensors may also come as [P*T, *].
     snapshot_quant : {"none", "bf16", "fp8", "int4"}
@@ -182,8 +184,8 @@ def sdm_write_read(
     key_weighted_decay : bool, optional
         True asserts gates per write, False gates per token.
     shared_bank : bool
-        With one bank for several streams: the caller promises that rows written by one stream are touched by
-        no other. Verified on the CPU. A backward on a GPU takes the read rows of one stream after another.
+        One bank for all streams: the caller promises that rows written by one stream are touched by no other.
+        Verified on the CPU. A backward on a GPU takes the read rows of one stream after another.
     grad_bank_fp32 : bool
         Keep the gradient of a half-precision bank in float32 during the backward. The CPU always does.
     return_final_bank : bool
@@ -199,26 +201,38 @@ def sdm_write_read(
     check_indices : bool, optional
         Check indices on the GPU too (waits for it); default: ``SDM_RT_CHECK``. The CPU always checks.
     schedule : {"stepwise", "persistent"}, optional
-        Forces a GPU schedule; the CPU has none and refuses the argument.
+        Forces a GPU schedule, for the forward and the backward. Default: chosen for each of them by a rule
+        (docs/planning.md). Both give the same bits. The CPU has none and refuses the argument.
 
     Returns
     -------
     readings : Tensor
         [P*T, D] (packed: [sum T, D]) in the bank's dtype.
     final_bank : Tensor
-        [P*S, D], only with ``return_final_bank``. Every argument may be a CuPy array or another object with
-        ``__dlpack__``; a CuPy bank gets CuPy arrays back.
+        [P*S, D], only with ``return_final_bank``.
 
     Raises
     ------
     ValueError
         A shape, range, layout or index that does not fit; the message names the argument, what was expected
         and what came. Nothing has changed then.
+    UnsupportedConfigurationError
+        On a GPU, a ValueError: a forced schedule that cannot run (``"persistent"`` on a GPU without thread
+        block clusters, with a chunk that its shared memory does not hold, or with a backward of several
+        streams of ``shared_bank``), 2**31 slots a stream and more, more than 65,535 streams, or bank rows
+        2**32 elements apart and more. Nothing has changed then: the forward refuses what only the backward
+        could not run, too.
     TypeError
-        A wrong dtype or type.
+        A wrong dtype or type; a float64 bank on a GPU.
+    MissingDependencyError
+        On a GPU, a RuntimeError: CuPy, NVRTC or the driver is missing or too old.
+    KernelCompileError, NotPrecompiledError
+        On a GPU, RuntimeErrors: a kernel's source does not compile, or it would have to be compiled under
+        ``SDM_RT_JIT=0``.
     RuntimeError
-        Inside a transform of ``torch.func``. From a backward: the bank of an in-place call was changed in
-        between, or ran backward before.
+        Inside a transform of ``torch.func``. On a GPU: a compute capability below 8.0, or a first call of its
+        kind inside a CUDA graph capture, where no kernel can be compiled or loaded. From a backward: the bank
+        of an in-place call was changed in between, or ran backward before.
 
     Notes
     -----

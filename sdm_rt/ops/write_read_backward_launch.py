@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from sdm_rt.ops.bound_plans import bound_plan
-from sdm_rt.ops.counters import record_dispatch
 from sdm_rt.ops.write_read_call import Gradients, WriteReadCall
 from sdm_rt.ops.write_read_launch import (
     BankLayout,
@@ -21,6 +20,7 @@ from sdm_rt.ops.write_read_launch import (
     output_like,
     planned_shape,
     pointers_of,
+    record_run,
     stream_numbers,
 )
 from sdm_rt.plan.backward import backward_constants, plan_backward
@@ -163,6 +163,7 @@ def backward_on_gpu(
     gradient_bank = _gradient_bank(bank, grad_final, gradient_bank_dtype(bank, call))
     grads = new_gradients(bank, operands, call, streams, gradient_bank)
     if call.shape.rows == 0 or call.longest == 0:
+        record_run("sdm_write_read_backward", None)
         return grads._replace(memory=gradient_bank.to(bank.dtype))
     held = bank.detach().contiguous() if layout.copied else bank.detach()
     streams = {name: tensor.contiguous() for name, tensor in streams.items()}
@@ -172,13 +173,5 @@ def backward_on_gpu(
     )
     replayed = bound.plan.run(current_stream(bank.get_device()))
     finish_bank(bank, held, layout)
-    record_dispatch(
-        {
-            "op": "sdm_write_read_backward",
-            "path": "gpu",
-            "schedule": bound.plan.plan.schedule,
-            "graph": replayed,
-            "plan": bound.plan.plan,
-        }
-    )
+    record_run("sdm_write_read_backward", bound.plan.plan, replayed)
     return grads._replace(memory=gradient_bank.to(bank.dtype))

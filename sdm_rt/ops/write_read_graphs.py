@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from sdm_rt import env
-from sdm_rt.ops.counters import record_dispatch
 from sdm_rt.ops.write_read_backward_launch import bind_backward, gradient_bank_dtype, new_gradients
 from sdm_rt.ops.write_read_call import Gradients, WriteReadCall
 from sdm_rt.ops.write_read_launch import (
@@ -29,6 +28,7 @@ from sdm_rt.ops.write_read_launch import (
     covers_every_row,
     new_arena,
     operands_of,
+    record_run,
 )
 from sdm_rt.plan.buffer import Arena
 from sdm_rt.plan.step_plan import StepPlan
@@ -75,9 +75,7 @@ class _Graph:
     def replay(self, op: str, stream: int) -> None:
         """Launch on a stream and tell `last_dispatch`."""
         self.launches.replay(stream)
-        record_dispatch(
-            {"op": op, "path": "gpu", "schedule": self.plan.schedule, "graph": True, "plan": self.plan}
-        )
+        record_run(op, self.plan, True)
 
 
 class _CapturedCall:
@@ -328,7 +326,9 @@ def replay_backward(
 
 
 def _may_replay(stream: int) -> bool:
-    return not _pool.suspensions and not driver.stream_is_capturing(stream)
+    if _pool.suspensions or not env.flag("SDM_RT_REPLAY"):
+        return False
+    return not driver.stream_is_capturing(stream)
 
 
 @contextlib.contextmanager

@@ -91,7 +91,9 @@ class _Recurrence:
             grad_bank = torch.zeros(bank.shape, dtype=sum_dtype(bank), device=bank.device)
         else:
             grad_bank = grad_final.to(sum_dtype(bank), copy=True, memory_format=torch.contiguous_format)
-        spans = Streams.sorted_by_length(*stream_spans(call, streams), bank.device)
+        starts, lengths = stream_spans(call, streams)
+        self._record("sdm_write_read_backward", bank, flat, call, lengths)
+        spans = Streams.sorted_by_length(starts, lengths, bank.device)
         grads = retreat(bank, grad_bank, Tokens(**flat), spans, Saved(rows, error), grad_readings)
         return Gradients(grad_bank, grads.k_val, grads.v, grads.beta, grads.g, grads.q_val)
 
@@ -100,13 +102,21 @@ class _Recurrence:
     ) -> Streams:
         """Check values before anything changes; return where the streams lie."""
         starts, spans = check_values(call, flat, streams)
+        self._record("sdm_write_read", bank, flat, call, spans)
+        return Streams.sorted_by_length(starts, spans, bank.device)
+
+    @staticmethod
+    def _record(
+        op: str, bank: Tensor, flat: dict[str, Tensor], call: WriteReadCall, lengths: list[int]
+    ) -> None:
+        """Tell `last_dispatch` of a call or a backward of streams of these lengths."""
         record_dispatch(
             {
-                "op": "sdm_write_read",
+                "op": op,
                 "path": "recurrence",
                 "device": str(bank.device),
                 "streams": call.shape.streams,
-                "tokens": sum(spans),
+                "tokens": sum(lengths),
                 "writes": flat["k_idx"].shape[1],
                 "reads": flat["q_idx"].shape[1],
                 "head_dim": bank.shape[1],
@@ -115,7 +125,6 @@ class _Recurrence:
                 "snapshot_quant": call.snapshot_quant,
             }
         )
-        return Streams.sorted_by_length(starts, spans, bank.device)
 
 
 class _Kernels:

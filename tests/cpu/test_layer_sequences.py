@@ -145,7 +145,7 @@ def test_prefill_and_decode_equal_the_parallel_forward(options):
             for t in range(prefill, 9):
                 out, state = layer(x[:, t : t + 1], cache=cache)
                 assert state is cache
-                assert last_dispatch()["op"] == "decode"
+                assert last_dispatch()["op"] == "sdm_decode_step"
                 assert cache.cache_len == t + 1
                 pieces.append(out)
             assert_close("output", torch.cat(pieces, dim=1), expected, torch.float64)
@@ -257,7 +257,7 @@ def test_decode_under_grad_mode_goes_through_the_differentiable_op():
     for parameter in layer.parameters():
         parameter.requires_grad_(False)
     layer(x, cache=cache)
-    assert last_dispatch()["op"] == "decode"
+    assert last_dispatch()["op"] == "sdm_decode_step"
 
 
 def test_a_state_of_a_forward_continues():
@@ -288,7 +288,7 @@ def test_ragged_prefill_and_decode(packed):
             layer(padded, cache=cache, lengths=torch.tensor(LENGTHS))
         before = cache[0].clone().view(4, 50, 6)
         out, _ = layer(step, cache=cache, lengths=runs)
-        assert last_dispatch()["op"] == "decode"
+        assert last_dispatch()["op"] == "sdm_decode_step"
         for b, sequence in enumerate(sequences):
             if runs[b]:
                 alone = layer(torch.cat([sequence, step[b]])[None])

@@ -260,7 +260,8 @@ def test_repeats_are_counted_on_the_device() -> None:
 def test_the_plan_is_shown() -> None:
     step(on_gpu(make_problem(2, 1, 8, 8, 16, 32).cast(torch.float32)))
     shown = sdm_rt.last_dispatch()
-    assert shown["plan"]["device"]["name"] == torch.cuda.get_device_name()
+    assert shown["op"] == "sdm_decode_step"
+    assert shown["plan"].device.name == torch.cuda.get_device_name()
 
 
 # ---- streams and threads ----

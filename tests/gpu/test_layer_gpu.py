@@ -59,7 +59,7 @@ def test_token_by_token_equals_the_whole_sequence() -> None:
         for t in range(8, 40):
             part, cache = there(x[:, t : t + 1], cache=cache)
             parts.append(part)
-        assert last_dispatch()["op"] == "decode"
+        assert last_dispatch()["op"] == "sdm_decode_step"
     assert relative_error(torch.cat(parts, dim=1), whole) < 1e-3
     assert relative_error(cache.memory, state.memory) < 1e-3
 

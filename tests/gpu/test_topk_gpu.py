@@ -211,6 +211,15 @@ def test_dispatch_names_the_plan() -> None:
     assert launch.kernel.file == "topk.cu"
 
 
+def test_dispatch_names_the_backwards_plan() -> None:
+    raw = torch.zeros(3, 8, device="cuda", requires_grad=True)
+    product_key_topk(raw, (4, 4), 2)[0].sum().backward()
+    dispatch = last_dispatch()
+    assert (dispatch["op"], dispatch["path"]) == ("product_key_topk_backward", "gpu")
+    (launch,) = dispatch["plan"].kernels()
+    assert launch.entry == "topk_backward"
+
+
 def test_operator_check() -> None:
     raw = torch.randn(5, 9, device="cuda", requires_grad=True)
     torch.library.opcheck(torch.ops.sdm_rt.product_key_topk.default, (raw, [4, 5], 6))

@@ -48,7 +48,7 @@ def test_replayed_steps_equal_plain_ones(dtype: torch.dtype, options: dict[str, 
     plain, replayed = pair(dtype, **options)
     for seed in range(10):
         got = layer_step(replayed, tokens(seed, dtype=dtype))
-        assert last_dispatch()["graph"] is True
+        assert last_dispatch("sdm_write_read_backward")["graph"] is True
         assert_same(got, layer_step(plain, tokens(seed, dtype=dtype)))
 
 
@@ -65,7 +65,7 @@ def test_lengths_change_between_replays() -> None:
     for at, lengths in enumerate(([100, 40], [3, 100], [0, 1], [100, 100], [64, 32])):
         given = {"lengths": torch.tensor(lengths, device="cuda")}
         got = layer_step(replayed, tokens(at), **given)
-        assert last_dispatch()["graph"] is (at > 0)
+        assert last_dispatch("sdm_write_read_backward")["graph"] is (at > 0)
         assert_same(got, layer_step(plain, tokens(at), **given))
 
 
@@ -116,17 +116,17 @@ def test_saved_tensors_on_the_cpu() -> None:
 def test_suspended_and_reset() -> None:
     plain, replayed = pair()
     layer_step(replayed, tokens())
-    assert last_dispatch()["graph"] is True
+    assert last_dispatch("sdm_write_read_backward")["graph"] is True
     with suspend_cuda_graphs():
         got = layer_step(replayed, tokens())
-        assert last_dispatch()["graph"] is False
+        assert last_dispatch("sdm_write_read_backward")["graph"] is False
     want = layer_step(plain, tokens())
     assert_same(got, want)
     out, _ = replayed(tokens())
-    assert last_dispatch()["graph"] is True
+    assert last_dispatch("sdm_write_read")["graph"] is True
     reset_cuda_graphs()
     out.square().mean().backward()
-    assert last_dispatch()["graph"] is False
+    assert last_dispatch("sdm_write_read_backward")["graph"] is False
     for name, gradient in gradients_of(replayed).items():
         assert_same_bits(name, gradient, want[name])
 
@@ -158,7 +158,7 @@ def test_replays_wait_for_nothing() -> None:
         replayed(x)[0].square().mean().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert last_dispatch()["graph"] is True
+    assert last_dispatch("sdm_write_read_backward")["graph"] is True
 
 
 def test_two_streams_have_graphs_of_their_own() -> None:
@@ -173,7 +173,7 @@ def test_two_streams_have_graphs_of_their_own() -> None:
         for at, stream in enumerate(streams):
             with torch.cuda.stream(stream):
                 found[at].append(layer_step(replayed[at], inputs[at]))
-    assert last_dispatch()["graph"] is True
+    assert last_dispatch("sdm_write_read_backward")["graph"] is True
     torch.cuda.synchronize()
     for results, wanted in zip(found, want, strict=True):
         for got in results:
@@ -187,7 +187,7 @@ def test_no_pdl_inside_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SDM_RT_PDL", "0")
     for _ in range(3):
         got = layer_step(replayed, tokens())
-    assert last_dispatch()["graph"] is True
+    assert last_dispatch("sdm_write_read_backward")["graph"] is True
     assert_same(got, want)
 
 
@@ -230,7 +230,7 @@ def test_a_captured_step_replayed_a_hundred_times(dtype: torch.dtype, own_graphs
     steps[1].optimizer.zero_grad(set_to_none=True)
     with torch.cuda.graph(graph):
         loss = steps[1]()
-    assert last_dispatch()["graph"] is False
+    assert last_dispatch("sdm_write_read_backward")["graph"] is False
     captured.load_state_dict(start)
     for at in range(100):
         graph.replay()

@@ -264,5 +264,5 @@ def test_the_plan_of_the_call_is_shown(fake: FakeDriver) -> None:
 
     run(call())
     shown = last_dispatch()
-    assert (shown["op"], shown["path"], shown["streams"]) == ("decode", "gpu", P)
-    assert shown["plan"]["launch_count"] == 1
+    assert (shown["op"], shown["path"], shown["streams"]) == ("sdm_decode_step", "gpu", P)
+    assert shown["plan"].launch_count == 1

@@ -64,7 +64,9 @@ def test_a_selection_passes_scores_and_results(machine: Machine, dtype: torch.dt
     assert machine.arguments() == [raw.data_ptr(), val.data_ptr(), idx.data_ptr(), 6]
     assert (val.shape, val.dtype, idx.shape, idx.dtype) == ((2, 3, K), dtype, (2, 3, K), torch.int64)
     assert machine.driver.launches[0].stream == STREAM
-    assert last_dispatch()["plan"].shape == TopkShape(6, FACTORS, K, str(dtype).removeprefix("torch."))
+    told = last_dispatch()
+    assert (told["op"], told["path"]) == ("product_key_topk", "gpu")
+    assert told["plan"].shape == TopkShape(6, FACTORS, K, str(dtype).removeprefix("torch."))
 
 
 def test_a_gradient_passes_slots_and_gradients(machine: Machine) -> None:
@@ -73,6 +75,9 @@ def test_a_gradient_passes_slots_and_gradients(machine: Machine) -> None:
     assert machine.arguments() == [idx.data_ptr(), grad_val.data_ptr(), grad_raw.data_ptr(), 7]
     assert grad_raw.shape == (7, 9)
     assert machine.prepared == ["topk_backward"]
+    told = last_dispatch()
+    assert (told["op"], told["path"]) == ("product_key_topk_backward", "gpu")
+    assert told["plan"].shape == TopkShape(7, FACTORS, K, "float32")
 
 
 def test_no_more_slots_are_selected_than_there_are(machine: Machine) -> None:
@@ -91,6 +96,8 @@ def test_no_rows_launch_nothing(machine: Machine) -> None:
     grad_raw = module.select_backward_on_gpu(val, idx, FACTORS, K)
     assert (val.shape, idx.shape, grad_raw.shape) == ((2, 0, K), (2, 0, K), (2, 0, 9))
     assert not machine.driver.launches
+    for op in ("product_key_topk", "product_key_topk_backward"):
+        assert last_dispatch(op) == {"op": op, "path": "gpu", "plan": None}
 
 
 def test_a_second_call_prepares_nothing(machine: Machine) -> None:

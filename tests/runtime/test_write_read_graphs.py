@@ -203,7 +203,8 @@ def test_steps_equal_plain_ones_and_replay_from_the_second_on(machine: Machine, 
         got = step(replayed, tokens(at))
         assert machine.launched == (["forward", "backward"] if at == 0 else [])
         assert machine.replayed == ([] if at == 0 else ["forward", "backward"])
-        assert bool(last_dispatch().get("graph")) == (at > 0)
+        assert bool(last_dispatch("sdm_write_read").get("graph")) == (at > 0)
+        assert bool(last_dispatch("sdm_write_read_backward").get("graph")) == (at > 0)
         machine.launched.clear()
         machine.replayed.clear()
         assert_same(got, step(plain, tokens(at)))
@@ -342,8 +343,10 @@ def test_a_callers_capture_takes_the_launches_themselves(machine: Machine) -> No
     assert (machine.replayed, machine.captured) == ([], [])
 
 
-@pytest.mark.parametrize("interruption", ["suspend", "reset"])
-def test_suspended_or_reset_between_call_and_backward(machine: Machine, interruption: str) -> None:
+@pytest.mark.parametrize("interruption", ["suspend", "flag", "reset"])
+def test_suspended_or_reset_between_call_and_backward(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, interruption: str
+) -> None:
     plain, replayed = layers()
     for at in range(2):
         step(replayed, tokens(at))
@@ -354,6 +357,12 @@ def test_suspended_or_reset_between_call_and_backward(machine: Machine, interrup
             out.square().sum().backward()
             got = list(gradients_of(replayed).values())
             assert_same(step(replayed, tokens(4)), step(plain, tokens(4)))
+    elif interruption == "flag":
+        monkeypatch.setenv("SDM_RT_REPLAY", "0")
+        out.square().sum().backward()
+        got = list(gradients_of(replayed).values())
+        assert_same(step(replayed, tokens(4)), step(plain, tokens(4)))
+        monkeypatch.delenv("SDM_RT_REPLAY")
     else:
         reset_cuda_graphs()
         assert captured_calls() == 0
@@ -367,7 +376,18 @@ def test_suspended_or_reset_between_call_and_backward(machine: Machine, interrup
     for at in range(3):
         assert_same(step(replayed, tokens(at)), step(plain, tokens(at)))
     assert machine.replayed
-    assert machine.captured == ([] if interruption == "suspend" else ["forward", "backward"])
+    assert machine.captured == (["forward", "backward"] if interruption == "reset" else [])
+
+
+def test_without_replays_nothing_is_captured(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SDM_RT_REPLAY", "0")
+    plain, replayed = layers()
+    for at in range(3):
+        assert_same(step(replayed, tokens(at)), step(plain, tokens(at)))
+    assert (machine.captured, machine.replayed, captured_calls()) == ([], [], 0)
+    monkeypatch.setenv("SDM_RT_REPLAY", "yes")
+    with pytest.raises(ValueError, match="SDM_RT_REPLAY must be 0 or 1"):
+        replayed(tokens(0))
 
 
 def test_another_stream_has_its_own_and_a_backward_there_runs_plain(machine: Machine) -> None:

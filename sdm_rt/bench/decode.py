@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sdm_rt.bench.process import wait_seconds
 from sdm_rt.ops.decode import sdm_decode_step
-from sdm_rt.ops.decode_launch import device_model
+from sdm_rt.ops.plan_inputs import device_model
 from sdm_rt.plan.decode import plan_decode
 from sdm_rt.plan.shapes import DecodeShape
 from sdm_rt.runtime import device

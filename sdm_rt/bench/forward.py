@@ -14,7 +14,7 @@ from sdm_rt.bench.cases import CASES, Case, Inputs, make_inputs, shape_of
 from sdm_rt.bench.kernels import kernel_times, print_kernels
 from sdm_rt.bench.timing import DEVICE, copy_bandwidth, floor_ms, graph_figures, measure, peak_bytes
 from sdm_rt.ops.counters import device_repeats
-from sdm_rt.ops.decode_launch import device_model
+from sdm_rt.ops.plan_inputs import device_model
 from sdm_rt.ops.write_read import sdm_write_read
 from sdm_rt.ops.write_read_launch import allocate, pointers_of
 from sdm_rt.plan.bound import BoundPlan

@@ -23,7 +23,7 @@ from sdm_rt.bench.timing import (
     graph_figures,
     peak_bytes,
 )
-from sdm_rt.ops.decode_launch import device_model
+from sdm_rt.ops.plan_inputs import device_model
 from sdm_rt.ops.write_read import sdm_write_read
 
 __all__ = ["LEAVES", "bench_training", "measure_step"]

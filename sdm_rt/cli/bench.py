@@ -20,7 +20,7 @@ from sdm_rt.bench.record import heading
 from sdm_rt.bench.scaling import CURVES, bench_scaling
 from sdm_rt.bench.start import bench_start
 from sdm_rt.bench.training import bench_training
-from sdm_rt.ops.decode_launch import device_model
+from sdm_rt.ops.plan_inputs import device_model
 from sdm_rt.plan.column_slices import SCHEDULES
 from sdm_rt.runtime import device
 

@@ -8,19 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from sdm_rt.layer.activations import check_activation
-from sdm_rt.ops.checks import (
-    MAX_COLUMNS,
-    MAX_ENTRIES,
-    SNAPSHOT_MODES,
-    check_choice,
-    check_int,
-    check_sequence,
-)
+from sdm_rt.ops.checks import check_choice, check_int, check_sequence
+from sdm_rt.plan.shapes import MAX_CHUNK, MAX_HEAD_DIM, MAX_LANES, SNAPSHOTS
 
 __all__ = ["SparseDeltaMemoryArgs"]
 
 _DEFAULT_CHUNK_SIZE = 64
-_MAX_CHUNK_SIZE = 256
 _FLAGS = (
     "normalize_readings",
     "backprop_on_memory",
@@ -136,7 +129,7 @@ class SparseDeltaMemoryArgs:
             raise ValueError(
                 f"memory_block_size: expected the value of chunk_size, {self.chunk_size}, or None, got {size}"
             )
-        check_int("memory_block_size", size, 1, _MAX_CHUNK_SIZE)
+        check_int("memory_block_size", size, 1, MAX_CHUNK)
         # One name from here on: dataclasses.replace(args, chunk_size=...) must not meet the old value.
         self.chunk_size, self.memory_block_size = size, None
 
@@ -147,15 +140,15 @@ class SparseDeltaMemoryArgs:
             check_int("dim", self.dim, 1, None)
             if self.dim % self.num_heads:
                 raise ValueError(f"dim: expected a multiple of num_heads = {self.num_heads}, got {self.dim}")
-            if self.dim // self.num_heads > MAX_COLUMNS:
+            if self.dim // self.num_heads > MAX_HEAD_DIM:
                 raise ValueError(
-                    f"dim: expected dim / num_heads in 1..{MAX_COLUMNS}, got {self.dim} / {self.num_heads}"
+                    f"dim: expected dim / num_heads in 1..{MAX_HEAD_DIM}, got {self.dim} / {self.num_heads}"
                 )
-        check_int("num_writes", self.num_writes, 1, MAX_ENTRIES)
-        check_int("num_reads", self.num_reads, 1, MAX_ENTRIES)
+        check_int("num_writes", self.num_writes, 1, MAX_LANES)
+        check_int("num_reads", self.num_reads, 1, MAX_LANES)
         check_int("slots_per_head", self.slots_per_head, 1, None)
         if self.chunk_size is not None:
-            check_int("chunk_size", self.chunk_size, 1, _MAX_CHUNK_SIZE)
+            check_int("chunk_size", self.chunk_size, 1, MAX_CHUNK)
         check_activation("read_act", self.read_act)
         check_activation("write_act", self.write_act)
         for name in ("read_act_scale", "write_act_scale", "norm_eps"):
@@ -166,7 +159,7 @@ class SparseDeltaMemoryArgs:
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}: expected a bool, got {type(getattr(self, name)).__name__}")
-        check_choice("snapshot_quant", self.snapshot_quant, SNAPSHOT_MODES)
+        check_choice("snapshot_quant", self.snapshot_quant, SNAPSHOTS)
         self._check_factors()
 
     def _check_init_range(self) -> None:

@@ -361,7 +361,7 @@ class SparseDeltaMemory(nn.Module):
             q_idx=chosen.q_idx,
             q_val=chosen.q_val,
         )
-        readings = layout.from_streams(self._advance(bank, entries, layout, decodes=cache is not None))
+        readings = layout.from_streams(self._run_op(bank, entries, layout, decodes=cache is not None))
         state.update_(state.state[0], layout.tokens)
         if self.args.log_memory_access_stats or self.args.log_memory_norms:
             self._measure(state, chosen, v, readings, layout)
@@ -460,7 +460,7 @@ class SparseDeltaMemory(nn.Module):
         bank = initial.to(v.dtype).repeat(rows // initial.shape[0], 1)
         return bank, SDMLayerState(bank, initial=initial)
 
-    def _advance(self, bank: Tensor, entries: _Entries, layout: TokenLayout, decodes: bool) -> Tensor:
+    def _run_op(self, bank: Tensor, entries: _Entries, layout: TokenLayout, decodes: bool) -> Tensor:
         """Run the op on the bank in place; a continued single token without a backward by the decode step."""
         needs_backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (bank, *entries))
         if decodes and not needs_backward and layout.tokens == 1 and not isinstance(layout, PackedLayout):

@@ -13,12 +13,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from sdm_rt.ops.checks import check_int, check_one_device, check_stream_lengths, check_stream_offsets
+from sdm_rt.ops.checks import (
+    INDEX_DTYPES,
+    check_int,
+    check_one_device,
+    check_stream_lengths,
+    check_stream_offsets,
+)
 from sdm_rt.ops.library import is_traced
 
 __all__ = ["OneTokenLayout", "PackedLayout", "PaddedLayout", "TokenLayout", "resolve_layout"]
-
-_LENGTH_DTYPES = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,7 +275,7 @@ def _resolve_packed(x: Tensor, heads: int, cu_seqlens: Tensor, max_seqlen: int |
 
 
 def _check_vector(name: str, vector: Any, count: int, symbol: str, x: Tensor) -> None:
-    if not isinstance(vector, Tensor) or vector.dtype not in _LENGTH_DTYPES:
+    if not isinstance(vector, Tensor) or vector.dtype not in INDEX_DTYPES:
         got = vector.dtype if isinstance(vector, Tensor) else type(vector).__name__
         raise TypeError(f"{name}: expected a tensor of dtype int32 or int64, got {got}")
     if tuple(vector.shape) != (count,):

@@ -31,7 +31,7 @@ from sdm_rt.runtime.compile import kernels
 from sdm_rt.runtime.graph import Recording, new_stream, record
 from sdm_rt.runtime.interop import current_stream
 from sdm_rt.runtime.kernel import KernelSpec
-from sdm_rt.runtime.replays import LEAST_LAUNCHES, GraphPool, Replays
+from sdm_rt.runtime.replays import GraphPool, Replays
 
 if TYPE_CHECKING:
     from sdm_rt.layer.layer import SparseDeltaMemory
@@ -263,8 +263,8 @@ class _Graphs:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._pool: GraphPool[_TokenGraph] = GraphPool(MOST_GRAPHS * LEAST_LAUNCHES, IDLE_CALLS)
-        self._replays = Replays(LEAST_LAUNCHES, self._pool)
+        self._pool: GraphPool[_TokenGraph] = GraphPool(MOST_GRAPHS, IDLE_CALLS)
+        self._replays = Replays(1, self._pool, least=1)
         self._made = _Made([])
 
     def __len__(self) -> int:

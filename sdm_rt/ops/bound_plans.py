@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from sdm_rt import env
-from sdm_rt.ops.decode_launch import device_model
+from sdm_rt.ops.plan_inputs import device_model
 from sdm_rt.plan.bound import BoundPlan
 from sdm_rt.plan.device import DeviceModel
 from sdm_rt.plan.step_plan import PlannedShape, StepPlan

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sdm_rt.plan.shapes import MAX_HEAD_DIM, MAX_LANES
+
 __all__ = [
     "BANK_DTYPES",
-    "MAX_COLUMNS",
-    "MAX_ENTRIES",
-    "SNAPSHOT_MODES",
+    "INDEX_DTYPES",
     "StreamShape",
     "check_bank",
     "check_choice",
@@ -37,10 +37,6 @@ __all__ = [
 
 BANK_DTYPES: tuple[torch.dtype, ...] = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INDEX_DTYPES: tuple[torch.dtype, ...] = (torch.int32, torch.int64)
-SNAPSHOT_MODES: tuple[str, ...] = ("none", "bf16", "fp8", "int4")
-SCHEDULES: tuple[str, ...] = ("stepwise", "persistent")
-MAX_ENTRIES = 256
-MAX_COLUMNS = 16384
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -130,8 +126,8 @@ def check_bank(memory: Any) -> None:
         )
     if memory.dim() != 2:
         raise ValueError(f"memory: expected shape [slots, head_dim], got {list(memory.shape)}")
-    if not 1 <= memory.shape[1] <= MAX_COLUMNS:
-        raise ValueError(f"memory: expected head_dim in 1..{MAX_COLUMNS}, got {memory.shape[1]}")
+    if not 1 <= memory.shape[1] <= MAX_HEAD_DIM:
+        raise ValueError(f"memory: expected head_dim in 1..{MAX_HEAD_DIM}, got {memory.shape[1]}")
     if _elements_overlap(memory):
         raise ValueError(
             f"memory: expected a bank without overlapping elements, got shape {list(memory.shape)} with "
@@ -170,8 +166,8 @@ def check_token_tensors(
             raise TypeError(f"{name}: expected a floating-point dtype, got {_dtype_name(tokens[name].dtype)}")
     writes, reads = tokens["k_idx"].shape[-1], tokens["q_idx"].shape[-1]
     for name, count in (("k_idx", writes), ("q_idx", reads)):
-        if not 1 <= count <= MAX_ENTRIES:
-            raise ValueError(f"{name}: expected 1..{MAX_ENTRIES} slots a token, got {count}")
+        if not 1 <= count <= MAX_LANES:
+            raise ValueError(f"{name}: expected 1..{MAX_LANES} slots a token, got {count}")
     widths = {"k_idx": (writes, "W"), "k_val": (writes, "W"), "v": (memory.shape[1], "D"), "beta": (1, "1")}
     widths |= {"q_idx": (reads, "R"), "q_val": (reads, "R")}
     for name, (width, symbol) in widths.items():

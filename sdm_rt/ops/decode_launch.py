@@ -11,7 +11,6 @@ import struct
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -20,36 +19,28 @@ from torch import Tensor
 from sdm_rt import env
 from sdm_rt.errors import UnsupportedConfigurationError
 from sdm_rt.ops.counters import device_repeats, record_dispatch
+from sdm_rt.ops.plan_inputs import BANK_NAMES, device_model
 from sdm_rt.plan.decode import plan_decode
 from sdm_rt.plan.device import DeviceModel
 from sdm_rt.plan.shapes import DecodeShape
 from sdm_rt.plan.step_plan import StepPlan
 from sdm_rt.runtime import device
-from sdm_rt.runtime.clusters import active_clusters
 from sdm_rt.runtime.compile import kernels
 from sdm_rt.runtime.device import Gpu
 from sdm_rt.runtime.interop import current_stream
 from sdm_rt.runtime.kernel import KernelSpec
 from sdm_rt.runtime.launcher import PreparedLaunch, prepare
 
-__all__ = ["OPERANDS", "PlannedDecode", "decode_on_gpu", "device_model", "plan_call"]
+__all__ = ["OPERANDS", "PlannedDecode", "decode_on_gpu", "plan_call"]
 
 # How the kernel is told the storage of an operand (kernels_cu/decode.cu, `dtypes`).
 VALUE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 VALUE_BITS = {"k_val": 0, "v": 2, "beta": 4, "g": 6, "q_val": 8}
 WIDE_BITS = {"k_idx": 10, "q_idx": 11, "lengths": 12}
 OPERANDS = ("k_idx", "k_val", "v", "beta", "g", "q_idx", "q_val")
-BANK_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 VECTOR_BYTES = 16
 
 _write_pointers = struct.Struct("<11Q").pack_into
-
-
-@cache
-def device_model(index: int) -> DeviceModel:
-    """Return what plans read of the GPU ``index``."""
-    name, clusters = device.gpu(index).name, active_clusters(index)
-    return DeviceModel.from_attributes(name, device.attributes(index), active_clusters=clusters)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from sdm_rt.cpu import phase1 as definition
 from sdm_rt.cpu.phase1 import Phase1
 from sdm_rt.ops.checks import (
     INDEX_DTYPES,
-    MAX_ENTRIES,
     check_int,
     check_no_gradient,
     check_one_device,
@@ -17,7 +16,7 @@ from sdm_rt.ops.checks import (
 )
 from sdm_rt.ops.counters import count_repeats, record_dispatch
 from sdm_rt.ops.phase1_launch import phase1_on_gpu
-from sdm_rt.plan.shapes import BANK_DTYPES, MAX_CHUNK, MAX_SLOTS
+from sdm_rt.plan.shapes import BANK_DTYPES, MAX_CHUNK, MAX_LANES, MAX_SLOTS
 
 __all__ = ["Phase1", "phase1_forward"]
 
@@ -111,8 +110,8 @@ def _check(arguments: dict[str, Tensor]) -> None:
     if not 1 <= C <= MAX_CHUNK:
         raise ValueError(f"k_idx: expected C in 1..{MAX_CHUNK} tokens a chunk, got shape {list(k_idx.shape)}")
     for name, idx in (("k_idx", k_idx), ("q_idx", q_idx)):
-        if not 1 <= idx.shape[2] <= MAX_ENTRIES:
-            raise ValueError(f"{name}: expected 1..{MAX_ENTRIES} slots a token, got {idx.shape[2]}")
+        if not 1 <= idx.shape[2] <= MAX_LANES:
+            raise ValueError(f"{name}: expected 1..{MAX_LANES} slots a token, got {idx.shape[2]}")
     for name, val, idx in (("k_val", k_val, k_idx), ("q_val", q_val, q_idx)):
         if val.shape != idx.shape:
             raise ValueError(f"{name}: expected shape {list(idx.shape)}, got {list(val.shape)}")

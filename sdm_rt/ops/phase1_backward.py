@@ -10,12 +10,12 @@ from torch import Tensor
 from sdm_rt.cpu import phase1_backward as definition
 from sdm_rt.cpu.phase1 import PAYLOAD_ALIGNMENT
 from sdm_rt.ops.bound_plans import bound_plan
-from sdm_rt.ops.checks import MAX_ENTRIES, check_no_gradient, check_one_device
+from sdm_rt.ops.checks import check_no_gradient, check_one_device
 from sdm_rt.ops.counters import record_dispatch
-from sdm_rt.ops.decode_launch import BANK_NAMES
+from sdm_rt.ops.plan_inputs import BANK_NAMES
 from sdm_rt.ops.write_read_launch import allocate, pointers_of
 from sdm_rt.plan.phase1_backward import phase1_backward_constants, plan_phase1_backward
-from sdm_rt.plan.shapes import BANK_DTYPES, MAX_CHUNK, MAX_SLOTS, WriteReadShape
+from sdm_rt.plan.shapes import BANK_DTYPES, MAX_CHUNK, MAX_LANES, MAX_SLOTS, WriteReadShape
 from sdm_rt.runtime.interop import current_stream
 
 __all__ = ["phase1_backward", "phase1_backward_det", "phase1_backward_operands", "phase1_backward_shape"]
@@ -195,8 +195,8 @@ def _check(arguments: dict[str, Tensor]) -> None:
     if not 1 <= C <= MAX_CHUNK:
         raise ValueError(f"k_val: expected C in 1..{MAX_CHUNK} tokens a chunk, got shape {list(k_val.shape)}")
     for name, lanes in (("k_val", W), ("q_val", R)):
-        if not 1 <= lanes <= MAX_ENTRIES:
-            raise ValueError(f"{name}: expected 1..{MAX_ENTRIES} slots a token, got {lanes}")
+        if not 1 <= lanes <= MAX_LANES:
+            raise ValueError(f"{name}: expected 1..{MAX_LANES} slots a token, got {lanes}")
     if tuple(g.shape) not in ((N, C, 1), (N, C, W)):
         raise ValueError(
             f"g: expected shape [N, C, 1] or [N, C, W] = {[N, C, 1]} or {[N, C, W]}, got {list(g.shape)}"

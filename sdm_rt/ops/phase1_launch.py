@@ -8,7 +8,7 @@ from torch import Tensor
 from sdm_rt.cpu.phase1 import Phase1
 from sdm_rt.ops.bound_plans import bound_plan
 from sdm_rt.ops.counters import device_repeats, record_dispatch
-from sdm_rt.ops.decode_launch import BANK_NAMES
+from sdm_rt.ops.plan_inputs import BANK_NAMES
 from sdm_rt.ops.write_read_launch import allocate, pointers_of
 from sdm_rt.plan.chunks import plan_phase1_forward
 from sdm_rt.plan.forward import forward_constants

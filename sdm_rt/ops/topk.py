@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sdm_rt.cpu import topk as definition
-from sdm_rt.ops.checks import BANK_DTYPES, MAX_ENTRIES, check_int, check_sequence
+from sdm_rt.ops.checks import BANK_DTYPES, check_int, check_sequence
 from sdm_rt.ops.counters import record_dispatch
 from sdm_rt.ops.library import define, differentiable_once, is_traced
 from sdm_rt.ops.topk_launch import (
@@ -19,6 +19,7 @@ from sdm_rt.ops.topk_launch import (
     select_backward_on_gpu,
     select_on_gpu,
 )
+from sdm_rt.plan.shapes import MAX_LANES
 from sdm_rt.runtime.interop import producer_stream, to_caller, to_tensor
 
 __all__ = ["product_key_topk", "select_slots"]
@@ -160,7 +161,7 @@ def _check(raw: Tensor, factors: tuple[int, ...], k: int) -> None:
         raise ValueError(
             f"raw: expected shape [..., {sum(factors)}], the sum of factors {factors}, got {list(raw.shape)}"
         )
-    check_int("k", k, 1, MAX_ENTRIES)
+    check_int("k", k, 1, MAX_LANES)
 
 
 def _select(raw: Tensor, factors: Sequence[int], k: int) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sdm_rt.ops.counters import record_dispatch
-from sdm_rt.ops.decode_launch import BANK_NAMES, device_model
+from sdm_rt.ops.plan_inputs import BANK_NAMES, device_model
 from sdm_rt.plan.topk import TopkShape, plan_topk, plan_topk_backward
 from sdm_rt.runtime import device
 from sdm_rt.runtime.compile import kernels

@@ -16,6 +16,8 @@ from sdm_rt.ops.write_read_autograd import write_read_in_place, write_read_with_
 from sdm_rt.ops.write_read_call import WriteReadCall, check_values, needs_backward
 from sdm_rt.ops.write_read_operators import traced_write_read
 from sdm_rt.ops.write_read_paths import path_of
+from sdm_rt.plan.column_slices import SCHEDULES
+from sdm_rt.plan.shapes import MAX_CHUNK, SNAPSHOTS
 from sdm_rt.runtime.interop import is_foreign, producer_stream, to_caller, to_tensor
 
 __all__ = ["sdm_write_read"]
@@ -29,10 +31,10 @@ def _check_options(
     schedule: str | None,
     max_seqlen: int | None,
 ) -> None:
-    checks.check_int("chunk_size", chunk_size, 1, 256)
-    checks.check_choice("snapshot_quant", snapshot_quant, checks.SNAPSHOT_MODES)
+    checks.check_int("chunk_size", chunk_size, 1, MAX_CHUNK)
+    checks.check_choice("snapshot_quant", snapshot_quant, SNAPSHOTS)
     if schedule is not None:
-        checks.check_choice("schedule", schedule, checks.SCHEDULES)
+        checks.check_choice("schedule", schedule, SCHEDULES)
     if max_seqlen is not None:
         checks.check_int("max_seqlen", max_seqlen, 0, None)
 

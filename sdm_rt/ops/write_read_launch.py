@@ -13,7 +13,7 @@ from torch import Tensor
 from sdm_rt.errors import UnsupportedConfigurationError
 from sdm_rt.ops.bound_plans import bound_plan
 from sdm_rt.ops.counters import device_repeats, record_dispatch
-from sdm_rt.ops.decode_launch import BANK_NAMES, device_model
+from sdm_rt.ops.plan_inputs import BANK_NAMES, device_model
 from sdm_rt.ops.write_read_call import WriteReadCall
 from sdm_rt.plan.backward import plan_backward
 from sdm_rt.plan.bound import BoundPlan
@@ -231,7 +231,7 @@ def forward_on_gpu(
     Tensor
         Readings [rows, D].
     """
-    return _advance(memory, flat, call, streams, training=False)[0]
+    return _run_forward(memory, flat, call, streams, training=False)[0]
 
 
 def training_forward_on_gpu(
@@ -248,7 +248,7 @@ def training_forward_on_gpu(
     saved : Tensor
         uint8 [bytes]: the buffers of `sdm_rt.plan.forward.kept_buffers`, laid out by `kept_arena`.
     """
-    return _advance(memory, flat, call, streams, training=True)
+    return _run_forward(memory, flat, call, streams, training=True)
 
 
 def saved_bytes(memory: Tensor, flat: dict[str, Tensor], call: WriteReadCall) -> int:
@@ -334,7 +334,7 @@ def _check_backward(shape: WriteReadShape, index: int, schedule: str) -> None:
     plan_backward(shape, device_model(index), schedule)
 
 
-def _advance(
+def _run_forward(
     memory: Tensor, flat: dict[str, Tensor], call: WriteReadCall, streams: dict[str, Tensor], training: bool
 ) -> tuple[Tensor, Tensor]:
     if call.shape.rows == 0 or call.longest == 0:

@@ -11,6 +11,8 @@ __all__ = [
     "MAX_CHUNK",
     "MAX_HEAD_DIM",
     "MAX_LANES",
+    "MAX_SLOTS",
+    "QUANTIZED",
     "SNAPSHOTS",
     "DecodeShape",
     "WriteReadShape",

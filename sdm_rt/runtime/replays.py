@@ -64,7 +64,7 @@ class GraphPool(Generic[G]):
     Parameters
     ----------
     most : int
-        Kernels in all of them.
+        Launches in all of them, as their sequences count them.
     idle : int
         A graph that was not used in so many runs of the pool makes room for another one.
     """
@@ -162,18 +162,21 @@ def forget_replays() -> None:
 
 
 class Replays(Generic[G]):
-    """The graphs of one sequence of launches; belongs to one thread, as its launches do.
+    """The graphs of one sequence of launches; used by one thread at a time.
 
     Parameters
     ----------
     launches : int
-        Of the sequence.
+        Of the sequence; what it counts in the pool.
     pool : GraphPool, optional
         Where its graphs are kept; default: that of the process.
+    least : int
+        A sequence of fewer launches has no graphs.
     """
 
-    def __init__(self, launches: int, pool: GraphPool[G] | None = None) -> None:
+    def __init__(self, launches: int, pool: GraphPool[G] | None = None, least: int = LEAST_LAUNCHES) -> None:
         self._launches = launches
+        self._least = least
         self._pool = _pool if pool is None else pool
         self._failed_at: int | None = None  # the pool's generation when a capture failed
         self._seen: OrderedDict[Hashable, None] = OrderedDict()
@@ -217,7 +220,7 @@ class Replays(Generic[G]):
             None for arguments that come for the first time, where all graphs that fit are in use, and inside
             a capture, whose graph the launches become part of.
         """
-        if self._launches < LEAST_LAUNCHES or self._failed_at == self._pool.generation or _suspensions.open:
+        if self._launches < self._least or self._failed_at == self._pool.generation or _suspensions.open:
             return None
         if not env.flag("SDM_RT_REPLAY") or driver.stream_is_capturing(stream):
             return None

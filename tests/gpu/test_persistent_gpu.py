@@ -11,7 +11,7 @@ from torch import Tensor
 from sdm_rt import last_dispatch
 from sdm_rt.bench.cases import Case, make_inputs
 from sdm_rt.bench.forward import no_grad_call
-from sdm_rt.ops.decode_launch import device_model
+from sdm_rt.ops.plan_inputs import device_model
 
 pytestmark = pytest.mark.gpu
 

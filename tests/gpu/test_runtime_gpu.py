@@ -21,7 +21,7 @@ from torch import Tensor
 from sdm_rt import sdm_decode_step
 from sdm_rt.cli.precompile import run as run_precompile
 from sdm_rt.ops import decode_launch
-from sdm_rt.ops.decode_launch import device_model
+from sdm_rt.ops.plan_inputs import device_model
 from sdm_rt.plan.decode import decode_kernel, plan_decode
 from sdm_rt.plan.device import preset
 from sdm_rt.plan.occupancy import occupancy

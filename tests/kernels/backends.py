@@ -34,7 +34,7 @@ def device_model(backend: Backend) -> DeviceModel:
     """Return the GPU that plans are made for: an H100 for the emulator, the real one otherwise."""
     if backend == "emulator":
         return preset("h100")
-    from sdm_rt.ops.decode_launch import device_model as model_of
+    from sdm_rt.ops.plan_inputs import device_model as model_of
 
     return model_of(torch.cuda.current_device())
 

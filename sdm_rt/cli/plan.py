@@ -88,14 +88,25 @@ def _plan(name: str, arguments: argparse.Namespace, device: DeviceModel) -> Step
     return plan_backward(shape, device, arguments.schedule)
 
 
+def _check_options(arguments: argparse.Namespace, passes: list[str]) -> None:
+    """ValueError for an option that has no effect on what is planned."""
+    if arguments.no_grad and "backward" in passes:
+        raise ValueError("--no-grad saves nothing, so there is no backward to plan")
+    if arguments.no_grad and arguments.snapshot != "none":
+        raise ValueError("--no-grad saves nothing, so there is no --snapshot")
+    if arguments.reference and "backward" not in passes:
+        raise ValueError("--reference is a schedule of the backward")
+    if arguments.reference and arguments.schedule:
+        raise ValueError("--reference is a schedule of its own and takes no --schedule")
+    if arguments.schedule and passes == ["decode"]:
+        raise ValueError("a decode is one launch and takes no --schedule")
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Print the plans; 1 with the reason on stderr where a plan is refused or an option is out of range."""
     passes = arguments.passes or (["forward"] if arguments.no_grad else ["forward", "backward"])
     try:
-        if arguments.no_grad and "backward" in passes:
-            raise ValueError("--no-grad saves nothing, so there is no backward to plan")
-        if arguments.reference and arguments.schedule:
-            raise ValueError("--reference is a schedule of its own and takes no --schedule")
+        _check_options(arguments, passes)
         device = preset(arguments.device)
         plans = [_plan(name, arguments, device) for name in passes]
     except ValueError as error:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["IDLE_CALLS", "MOST_GRAPHS", "replay_token"]
 
+TOKEN_OPS = ("product_key_topk", "sdm_decode_step")  # those that a one-token call runs
 MOST_GRAPHS = 32
 """Graphs of one layer."""
 IDLE_CALLS = 512
@@ -210,8 +211,8 @@ class _TokenGraph:
         Where it reads the token and leaves the output.
     memory : object
         What else it works in.
-    dispatch : dict
-        What ``last_dispatch`` shows.
+    dispatches : tuple of dict
+        What ``last_dispatch`` tells of the ops of the token, in their order.
     specs, generation
         The kernels it launches, and their generation.
     bank : weakref.ref
@@ -222,7 +223,7 @@ class _TokenGraph:
     x: Tensor
     output: Tensor
     memory: object
-    dispatch: dict[str, Any]
+    dispatches: tuple[dict[str, Any], ...]
     specs: frozenset[KernelSpec]
     generation: int
     bank: weakref.ref[Any] | None = None
@@ -300,7 +301,8 @@ class _Graphs:
             output = graph.output.clone()
         if not bank.is_inference():
             torch.autograd.graph.increment_version(bank)
-        record_dispatch(graph.dispatch)
+        for dispatch in graph.dispatches:
+            record_dispatch(dispatch)
         return output
 
     def _capture(self, layer: SparseDeltaMemory, x: Tensor, bank: Tensor, stream: int) -> _TokenGraph:
@@ -308,8 +310,9 @@ class _Graphs:
         generation = kernels().generation
         with kernels().noting() as specs, _autocast_without_cache():
             recording, output, memory = _record(layer, token, bank, stream)
-        dispatch = {**last_dispatch(), "graph": True}
-        graph = _TokenGraph(recording, token, output, memory, dispatch, frozenset(specs), generation)
+        told = (last_dispatch(op) for op in TOKEN_OPS)
+        dispatches = tuple({**one, "graph": True} for one in told if one)
+        graph = _TokenGraph(recording, token, output, memory, dispatches, frozenset(specs), generation)
         forget = partial(_forget, weakref.ref(self._pool), weakref.ref(graph))
         graph.bank = weakref.ref(bank.untyped_storage(), forget)
         return graph

@@ -20,8 +20,19 @@ __all__ = [
 _lock = threading.Lock()
 _repeats = 0
 _on_device: dict[torch.device, Tensor] = {}
-_latest: dict[str | None, dict[str, Any]] = {}
-"""The latest call of each op; under None that of any."""
+_OPS = (
+    "sdm_write_read",
+    "sdm_write_read_backward",
+    "sdm_decode_step",
+    "product_key_topk",
+    "product_key_topk_backward",
+    "phase1_forward",
+    "phase1_backward",
+    "phase1_backward_det",
+    "wy_solve",
+)
+# The latest call of each op, under None that of any. The keys stay: the compiler guards on them.
+_latest: dict[str | None, dict[str, Any]] = {op: {} for op in (None, *_OPS)}
 
 
 def count_repeats(count: int) -> None:
@@ -114,7 +125,8 @@ def last_dispatch(op: str | None = None) -> dict[str, Any]:
         - ``schedule``: of ``sdm_write_read`` and its backward on a GPU, ``"stepwise"`` or ``"persistent"``;
           None where there was nothing to launch.
         - ``graph``: of ``sdm_write_read`` and its backward on a GPU, whether the launches ran as a CUDA
-          graph. Of ``sdm_decode_step``, True where a layer replayed the whole token; else there is no key.
+          graph. Of ``sdm_decode_step`` and the ``product_key_topk`` before it, True where a layer replayed
+          the whole token; else there is no key.
         - ``streams``: of ``sdm_decode_step``, and of ``sdm_write_read`` and its backward on CPU tensors, P.
         - ``device``, ``tokens`` (of all streams), ``writes``, ``reads``, ``head_dim``, ``slots``,
           ``bank_dtype``, ``snapshot_quant``: of ``sdm_write_read`` and its backward on CPU tensors. On a GPU
@@ -125,4 +137,5 @@ def last_dispatch(op: str | None = None) -> dict[str, Any]:
 
 def reset_dispatch() -> None:
     """Forget the latest calls."""
-    _latest.clear()
+    for op in _latest:
+        _latest[op] = {}

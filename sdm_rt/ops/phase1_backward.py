@@ -121,8 +121,9 @@ def _run(op: str, arguments: dict[str, Tensor], det: bool) -> tuple[Tensor, Tens
     _check(arguments)
     check_no_gradient(op, arguments)
     if not arguments["k_val"].is_cuda:
+        result = definition.phase1_backward(**arguments)
         record_dispatch({"op": op, "path": "definition"})
-        return definition.phase1_backward(**arguments)
+        return result
     k_val, index = arguments["k_val"], arguments["k_val"].get_device()
     shape = phase1_backward_shape(**{name: arguments[name] for name in ("k_val", "q_val", "g")})
     bound = bound_plan(_PLANNERS[det], shape, index, phase1_backward_constants)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from sdm_rt.cpu import solve as definition
 from sdm_rt.ops.bound_plans import bound_plan
@@ -57,8 +58,10 @@ def wy_solve(A: Tensor, beta: Tensor, QK: Tensor) -> tuple[Tensor, Tensor]:
     dtype = torch.float64 if torch.float64 in (A.dtype, beta.dtype, QK.dtype) else torch.float32
     if A.is_meta:
         return A.new_empty(A.shape, dtype=dtype), A.new_empty(A.shape, dtype=dtype)
-    record_dispatch({"op": "wy_solve", "path": "definition"})
-    return definition.solve(*(tensor.to(dtype).contiguous() for tensor in (A, beta, QK)))
+    result = definition.solve(*(tensor.to(dtype).contiguous() for tensor in (A, beta, QK)))
+    if not isinstance(A, FakeTensor):
+        record_dispatch({"op": "wy_solve", "path": "definition"})
+    return result
 
 
 def _on_gpu(a: Tensor, beta: Tensor, qk: Tensor) -> tuple[Tensor, Tensor]:

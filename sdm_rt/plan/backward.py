@@ -15,6 +15,7 @@ from sdm_rt.plan.forward import (
 )
 from sdm_rt.plan.kernel_resources import kernel_resources
 from sdm_rt.plan.launch import Argument, Launch, int32s, pdl_defines, pointers
+from sdm_rt.plan.limits import require_limits
 from sdm_rt.plan.persistent_backward import choose_backward_schedule, persistent_backward_constants
 from sdm_rt.plan.phase1 import RECORD_BYTES, capacity, read_capacity
 from sdm_rt.plan.phase1_backward import plan_phase1_backward_launches, stages_outputs
@@ -364,11 +365,13 @@ def plan_backward(shape: WriteReadShape, device: DeviceModel, schedule: str | No
     ValueError
         For the shape of a call that saves nothing (``training=False``).
     UnsupportedConfigurationError
-        For a forced schedule that cannot run.
+        For more streams, tokens or chunks than the kernels can number, and for a forced schedule that
+        cannot run.
     """
     require_supported(device)
     if not shape.training:
         raise ValueError("a backward needs what the forward saves: training must be True, got False")
+    require_limits(shape)
     if shape.streams == 0 or shape.tokens == 0:
         return StepPlan("backward", device, shape, steps=0, first_step=(), step=(), order="descending")
     rest = (_du_update(shape, device), _phase_a(shape, device), *_gds(shape, device))

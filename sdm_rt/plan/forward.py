@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
-from sdm_rt.errors import UnsupportedConfigurationError
 from sdm_rt.plan.buffer import Arena, Buffer, total_bytes
 from sdm_rt.plan.device import DeviceModel, require_supported
-from sdm_rt.plan.launch import MAX_GRID, Argument, Dim3, Launch, int32s, pdl_defines, pointers
+from sdm_rt.plan.launch import Argument, Dim3, Launch, int32s, pdl_defines, pointers
+from sdm_rt.plan.limits import require_limits
 from sdm_rt.plan.persistent import (
     IN_SHARED_MEMORY,
     choose_forward_schedule,
@@ -387,16 +387,13 @@ def plan_forward(shape: WriteReadShape, device: DeviceModel, schedule: str | Non
     Raises
     ------
     UnsupportedConfigurationError
-        For more streams than a grid holds, and for a forced schedule that cannot run.
+        For more streams, tokens or chunks than the kernels can number, and for a forced schedule that
+        cannot run.
     RuntimeError
         For a GPU below compute capability 8.0.
     """
     require_supported(device)
-    if shape.streams > MAX_GRID[1]:
-        raise UnsupportedConfigurationError(
-            f"{shape.streams:,} streams do not fit the grid of one launch, which holds at most "
-            f"{MAX_GRID[1]:,}; split the call"
-        )
+    require_limits(shape)
     if shape.streams == 0 or shape.tokens == 0:
         return StepPlan("forward", device, shape, steps=0, first_step=(), step=())
     decay_write = _decay_write(shape, device)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from sdm_rt.plan.device import DeviceModel, require_supported
 from sdm_rt.plan.kernel_resources import kernel_resources
 from sdm_rt.plan.launch import Argument, Launch, LibraryCall, pdl_defines, pointers
+from sdm_rt.plan.limits import require_limits
 from sdm_rt.plan.shapes import WriteReadShape, dtype_bytes, kernel_type
 from sdm_rt.plan.shared_memory import gates_plan, one_block_per_sm, pairs_plan, phase_a_plan
 from sdm_rt.plan.step_plan import Call, StepPlan
@@ -200,6 +201,7 @@ def _own_update(shape: WriteReadShape, device: DeviceModel) -> StepPlan:
     require_supported(device)
     if not shape.training:
         raise ValueError("a backward needs what the forward saves: training must be True, got False")
+    require_limits(shape)
     if shape.streams == 0 or shape.tokens == 0:
         return StepPlan(NAME, device, shape, steps=0, first_step=(), step=(), order="descending")
     pdl = device.pdl

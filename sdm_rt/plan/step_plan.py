@@ -168,7 +168,10 @@ class StepPlan:
         loop = of(self.first_step) + (self.steps - 1) * of(self.step) if self.steps else 0
         if self.walk_steps > 1:  # the bytes of a walk are those of its steps
             loop = of(self.step) * self.steps // self.walk_steps
-        return self.slabs * of(self.prologue) + loop + of(self.epilogue)
+        before = of(self.prologue)
+        if self.slabs > 1:  # so are those of a slab
+            before = before * self.steps // self.slab_steps
+        return before + loop + of(self.epilogue)
 
     @property
     def launch_count(self) -> int:

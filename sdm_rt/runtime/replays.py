@@ -34,7 +34,7 @@ __all__ = [
 LEAST_LAUNCHES = 16
 """A sequence of fewer launches costs the host less than the look-up and the launch of a graph."""
 MOST_NODES = 131_072
-"""Kernels in all graphs of the process."""
+"""Launches in all graphs of the process."""
 IDLE_RUNS = 512
 """A graph that was not used in so many runs of any sequence makes room for another one."""
 MOST_SEEN = 64
@@ -95,7 +95,7 @@ class GraphPool(Generic[G]):
             return held.graph
 
     def makes_room(self, launches: int) -> bool:
-        """Drop graphs that nobody uses until so many kernels fit; False where the others are in use."""
+        """Drop graphs that nobody uses until so many launches fit; False where the others are in use."""
         with self._lock:
             while self._nodes + launches > self._most and self._held:
                 key, oldest = next(iter(self._held.items()))

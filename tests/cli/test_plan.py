@@ -69,6 +69,10 @@ def test_reference_schedule(capsys: pytest.CaptureFixture[str]) -> None:
         ("--device a100 --pass forward --schedule persistent", "use schedule='stepwise'"),
         ("--device h100 --no-grad --pass backward", "--no-grad saves nothing"),
         ("--device h100 --reference --schedule persistent", "--reference is a schedule of its own"),
+        ("--device h100 --reference --pass forward", "--reference is a schedule of the backward"),
+        ("--device h100 --no-grad --snapshot fp8", "there is no --snapshot"),
+        ("--device h100 --pass decode --schedule stepwise", "a decode is one launch"),
+        ("--device h100 --pass backward --streams 65536", "65,536 streams do not fit"),
     ],
 )
 def test_refusals_are_one_line_and_status_1(

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sdm_rt
 from sdm_rt import last_dispatch, reset_dispatch
@@ -65,9 +67,8 @@ def topk() -> torch.Tensor:
     return val
 
 
-def phase1_backward(op: Callable[..., object]) -> None:
-    chunks = make_chunks(2, 5, 3, 4, 20)
-    op(**op_arguments(chunks, make_gradients(2, 5, 3, 4, 0)))
+def phase1_backward_arguments() -> dict[str, torch.Tensor]:
+    return op_arguments(make_chunks(2, 5, 3, 4, 20), make_gradients(2, 5, 3, 4, 0))
 
 
 CALLS: dict[str, Callable[[], object]] = {
@@ -77,8 +78,8 @@ CALLS: dict[str, Callable[[], object]] = {
     "phase1_forward": lambda: sdm_rt.phase1_forward(
         **make_chunks(2, 5, 3, 4, 20).inputs(), num_memory_slots=20
     ),
-    "phase1_backward": lambda: phase1_backward(sdm_rt.phase1_backward),
-    "phase1_backward_det": lambda: phase1_backward(sdm_rt.phase1_backward_det),
+    "phase1_backward": lambda: sdm_rt.phase1_backward(**phase1_backward_arguments()),
+    "phase1_backward_det": lambda: sdm_rt.phase1_backward_det(**phase1_backward_arguments()),
     "wy_solve": lambda: sdm_rt.wy_solve(*chunk_matrices(2, 10)),
 }
 
@@ -144,6 +145,36 @@ def test_telling_breaks_no_graph() -> None:
     torch._dynamo.reset()
     torch.compile(sdm_rt.wy_solve, backend="eager", fullgraph=True)(*chunk_matrices(2, 10))
     assert last_dispatch() == {"op": "wy_solve", "path": "definition"}
+
+
+def test_telling_compiles_nothing_again() -> None:
+    """The compiler guards on what a compiled op changes; other ops and a reset must leave that alone."""
+    torch._dynamo.reset()
+    counter, chunks = CompileCounter(), chunk_matrices(2, 10)
+    solve = torch.compile(sdm_rt.wy_solve, backend=counter, fullgraph=True)
+    solve(*chunks)
+    for call in CALLS.values():
+        result = call()
+        if isinstance(result, torch.Tensor) and result.requires_grad:
+            result.sum().backward()
+        solve(*chunks)
+    reset_dispatch()
+    solve(*chunks)
+    assert last_dispatch()["op"] == "wy_solve"
+    assert counter.frame_count == 1
+
+
+def test_calls_without_values_and_calls_that_fail_are_not_told() -> None:
+    with FakeTensorMode():
+        a = torch.zeros(2, 10, 10)
+        sdm_rt.wy_solve(a, torch.zeros(2, 10), a)
+    sdm_rt.wy_solve(*(tensor.to("meta") for tensor in chunk_matrices(2, 10)))
+    assert last_dispatch() == {}
+    arguments = phase1_backward_arguments()
+    reset_dispatch()  # making the arguments ran the forward
+    with pytest.raises(RuntimeError):
+        sdm_rt.phase1_backward(**arguments | {"payload": torch.full_like(arguments["payload"], -1)})
+    assert last_dispatch() == {}
 
 
 def test_copies_are_handed_out_and_a_reset_forgets_every_op() -> None:

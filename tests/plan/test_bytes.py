@@ -130,7 +130,9 @@ def test_totals_add_up() -> None:
     plans = ((back, 3 * 4 + 3), (there, 4 + 3 * 3), (slabs, 2 * 4 + 3 * 3), (kept, 4 + 3 * 4))
     for plan, count in plans:
         for field in ("bytes_moved", "floor_bytes"):
-            assert plan.total(field) == sum(getattr(call, field) for _, call in plan.launches())
+            calls = sum(getattr(call, field) for _, call in plan.launches())
+            unused = sum(getattr(call, field) for call in plan.prologue) // 2 if plan is slabs else 0
+            assert plan.total(field) == calls - unused, "the second slab has one step of two"
         assert plan.launch_count == len(list(plan.launches())) == count
 
 

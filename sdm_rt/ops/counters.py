@@ -12,6 +12,7 @@ __all__ = [
     "count_repeats",
     "device_repeats",
     "last_dispatch",
+    "record_definition",
     "record_dispatch",
     "repeated_write_slots",
     "reset_dispatch",
@@ -97,6 +98,11 @@ def repeated_write_slots(reset: bool = True) -> int:
 def record_dispatch(description: dict[str, Any]) -> None:
     """Keep ``description`` as the latest call's; its keys are those that `last_dispatch` describes."""
     _latest[None] = _latest[description["op"]] = description
+
+
+def record_definition(op: str) -> None:
+    """Tell `last_dispatch` of a call that the definition in torch computed."""
+    record_dispatch({"op": op, "path": "definition"})
 
 
 def last_dispatch(op: str | None = None) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from sdm_rt.ops.checks import (
     check_one_device,
     check_stream_lengths,
 )
-from sdm_rt.ops.counters import count_repeats, record_dispatch
+from sdm_rt.ops.counters import count_repeats, record_definition
 from sdm_rt.ops.phase1_launch import phase1_on_gpu
 from sdm_rt.plan.shapes import BANK_DTYPES, MAX_CHUNK, MAX_LANES, MAX_SLOTS
 
@@ -82,7 +82,7 @@ def phase1_forward(
         check_stream_lengths(lengths, k_idx.shape[1])
     result, repeats = definition.phase1(k_idx, q_idx, k_val, q_val, g, slots, lengths)
     count_repeats(repeats)
-    record_dispatch({"op": "phase1_forward", "path": "definition"})
+    record_definition("phase1_forward")
     return result
 
 

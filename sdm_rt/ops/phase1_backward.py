@@ -11,7 +11,7 @@ from sdm_rt.cpu import phase1_backward as definition
 from sdm_rt.cpu.phase1 import PAYLOAD_ALIGNMENT
 from sdm_rt.ops.bound_plans import bound_plan
 from sdm_rt.ops.checks import check_no_gradient, check_one_device
-from sdm_rt.ops.counters import record_dispatch
+from sdm_rt.ops.counters import record_definition, record_dispatch
 from sdm_rt.ops.plan_inputs import BANK_NAMES
 from sdm_rt.ops.write_read_launch import allocate, pointers_of
 from sdm_rt.plan.phase1_backward import phase1_backward_constants, plan_phase1_backward
@@ -122,7 +122,7 @@ def _run(op: str, arguments: dict[str, Tensor], det: bool) -> tuple[Tensor, Tens
     check_no_gradient(op, arguments)
     if not arguments["k_val"].is_cuda:
         result = definition.phase1_backward(**arguments)
-        record_dispatch({"op": op, "path": "definition"})
+        record_definition(op)
         return result
     k_val, index = arguments["k_val"], arguments["k_val"].get_device()
     shape = phase1_backward_shape(**{name: arguments[name] for name in ("k_val", "q_val", "g")})

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from sdm_rt.cpu import solve as definition
 from sdm_rt.ops.bound_plans import bound_plan
 from sdm_rt.ops.checks import check_no_gradient, check_one_device
-from sdm_rt.ops.counters import record_dispatch
+from sdm_rt.ops.counters import record_definition, record_dispatch
 from sdm_rt.plan.chunks import SolveShape, plan_chunk_solve
 from sdm_rt.plan.shapes import MAX_CHUNK
 from sdm_rt.runtime.interop import current_stream
@@ -60,7 +60,7 @@ def wy_solve(A: Tensor, beta: Tensor, QK: Tensor) -> tuple[Tensor, Tensor]:
         return A.new_empty(A.shape, dtype=dtype), A.new_empty(A.shape, dtype=dtype)
     result = definition.solve(*(tensor.to(dtype).contiguous() for tensor in (A, beta, QK)))
     if not isinstance(A, FakeTensor):
-        record_dispatch({"op": "wy_solve", "path": "definition"})
+        record_definition("wy_solve")
     return result
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sdm_rt.cpu import topk as definition
 from sdm_rt.ops.checks import BANK_DTYPES, check_int, check_sequence
-from sdm_rt.ops.counters import record_dispatch
+from sdm_rt.ops.counters import record_definition
 from sdm_rt.ops.library import define, differentiable_once, is_traced
 from sdm_rt.ops.topk_launch import (
     empty_gradient,
@@ -123,14 +123,10 @@ def select_slots(raw: Tensor, factors: tuple[int, ...], k: int) -> tuple[Tensor,
 
 def _on_cpu(raw: Tensor, factors: tuple[int, ...], k: int) -> tuple[Tensor, Tensor]:
     val, idx = definition.product_key_topk(raw, factors, k)
-    _record("product_key_topk")
+    record_definition("product_key_topk")
     if val.grad_fn is not None:
-        val.grad_fn.register_hook(lambda *_: _record("product_key_topk_backward"))
+        val.grad_fn.register_hook(lambda *_: record_definition("product_key_topk_backward"))
     return val, idx
-
-
-def _record(op: str) -> None:
-    record_dispatch({"op": op, "path": "definition"})
 
 
 def _needs_operator(raw: Tensor) -> bool:
@@ -165,12 +161,12 @@ def _check(raw: Tensor, factors: tuple[int, ...], k: int) -> None:
 
 
 def _select(raw: Tensor, factors: Sequence[int], k: int) -> tuple[Tensor, Tensor]:
-    _record("product_key_topk")
+    record_definition("product_key_topk")
     return definition.select(raw, factors, k)
 
 
 def _select_backward(grad_val: Tensor, idx: Tensor, factors: Sequence[int], k: int) -> Tensor:
-    _record("product_key_topk_backward")
+    record_definition("product_key_topk_backward")
     return definition.select_backward(grad_val, idx, factors)
 
 

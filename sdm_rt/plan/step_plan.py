@@ -165,12 +165,11 @@ class StepPlan:
         def of(calls: tuple[Call, ...]) -> int:
             return sum(int(getattr(call, field)) for call in calls)
 
-        loop = of(self.first_step) + (self.steps - 1) * of(self.step) if self.steps else 0
-        if self.walk_steps > 1:  # the bytes of a walk are those of its steps
-            loop = of(self.step) * self.steps // self.walk_steps
+        # The bytes of a walk and of a slab are those of their steps: a short last one has its share.
+        step = of(self.step)
+        loop = of(self.first_step) - step + step * self.steps // self.walk_steps if self.steps else 0
         before = of(self.prologue)
-        if self.slabs > 1:  # so are those of a slab
-            before = before * self.steps // self.slab_steps
+        before = before * self.steps // self.slab_steps if self.slabs > 1 else before
         return before + loop + of(self.epilogue)
 
     @property

@@ -185,7 +185,7 @@ def runner(kind: BuildKind) -> Path:
 def kernel_sources(spec: KernelSpec, replacements: Sequence[Replacement] = ()) -> dict[str, str]:
     """Return a translation unit's files by name: the kernel's and its own headers, but for ptx.cuh.
 
-    A replacement in a header that the kernel does not include is left out.
+    A replacement in a file that is none of the kernel's is left out.
 
     Raises
     ------

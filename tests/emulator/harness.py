@@ -250,22 +250,17 @@ def _run_builds(
     request: _Request, seed: int, replacements: Sequence[Replacement], builds: Sequence[BuildKind]
 ) -> list[tuple[list[bytes], list[LaunchCounts]]]:
     specs = list(dict.fromkeys(call.launch.kernel for call in request.calls))
-    if unused := {change.file for change in replacements} - {
-        file for spec in specs for file in kernel_sources(spec)
-    }:
-        raise AssertionError(f"no kernel of the call is made from {', '.join(sorted(unused))}")
-    changes = {
-        spec: [change for change in replacements if change.file == spec.file or change.file.endswith(".cuh")]
-        for spec in specs
-    }
 
     def run_build(kind: BuildKind) -> tuple[list[bytes], list[LaunchCounts]]:
-        paths = {spec: library(spec, kind, changes[spec]) for spec in specs}
+        paths = {spec: library(spec, kind, replacements) for spec in specs}
         order = 2 * seed + BUILDS.index(kind)
         data = request.encode(order, GARBAGE[kind], [paths[call.launch.kernel] for call in request.calls])
         return _run_one(request, kind, data)
 
     if replacements:
+        used = {file for spec in specs for file in kernel_sources(spec)}
+        for change in replacements:
+            assert change.file in used, f"no kernel of the call is made from {change.file}"
         # Most seeded faults show in the first build, which then is the only one to compile.
         return [run_build(kind) for kind in builds]
     with ThreadPoolExecutor(len(builds)) as pool:

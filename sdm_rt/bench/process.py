@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-__all__ = ["usable_cores", "wait_seconds"]
+__all__ = ["wait_seconds"]
 
 HIDDEN_VARIABLES = ("SDM_RT_PRECOMPILED", "SDM_RT_JIT")
 CACHE_VARIABLES = ("SDM_RT_CACHE_DIR", "CUPY_CACHE_DIR", "CUDA_CACHE_PATH")
@@ -29,11 +29,6 @@ start = time.perf_counter()
 torch.cuda.synchronize()
 print(time.perf_counter() - start)
 """
-
-
-def usable_cores() -> list[int]:
-    """Return the cores that this process may run on, by number."""
-    return sorted(os.sched_getaffinity(0))
 
 
 def wait_seconds(prepare: str, call: str, cache: str, cores: Sequence[int] = ()) -> float:

@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from sdm_rt.bench.cases import CASES, make_inputs
-from sdm_rt.bench.process import usable_cores, wait_seconds
+from sdm_rt.bench.process import wait_seconds
 from sdm_rt.bench.timing import DEVICE
 from sdm_rt.bench.training import LEAVES, training_step
+from sdm_rt.runtime.cores import usable_cores
 
 __all__ = ["FirstStep", "bench_start"]
 

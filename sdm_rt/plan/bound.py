@@ -8,7 +8,7 @@ from sdm_rt.plan.launch import Launch
 from sdm_rt.plan.step_plan import StepPlan
 from sdm_rt.runtime import driver, graph
 from sdm_rt.runtime.device import Gpu
-from sdm_rt.runtime.launcher import PreparedLaunch, prepare
+from sdm_rt.runtime.launcher import PreparedLaunch, prepare_all
 from sdm_rt.runtime.replays import Replays
 
 __all__ = ["BoundPlan"]
@@ -37,7 +37,7 @@ class BoundPlan:
     ValueError
         For a reference plan, whose library calls this package does not make.
     RuntimeError
-        As of `sdm_rt.runtime.launcher.prepare`.
+        As of `sdm_rt.runtime.launcher.prepare_all`.
     """
 
     def __init__(self, plan: StepPlan, gpu: Gpu, stream: int) -> None:
@@ -51,10 +51,7 @@ class BoundPlan:
         self.names = frozenset(a.name for launch in kernels for a in launch.arguments) - {STEP, SLAB_STEP}
         """The arguments that the caller gives."""
         self._values: dict[str, int | float | None] = dict.fromkeys(sorted(self.names))
-        prepared = {
-            launch: prepare(launch, gpu, stream, left=len(kernels) - 1 - at)
-            for at, launch in enumerate(kernels)
-        }
+        prepared = dict(zip(kernels, prepare_all(kernels, gpu, stream), strict=True))
         # The launches that take an argument, by its name.
         self._takers: dict[str, list[PreparedLaunch]] = {name: [] for name in self.names}
         for launch, ready in prepared.items():

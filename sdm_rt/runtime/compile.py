@@ -25,6 +25,7 @@ from sdm_rt import env
 from sdm_rt.errors import KernelCompileError, NotPrecompiledError
 from sdm_rt.runtime import cache as disk
 from sdm_rt.runtime import nvrtc, precompile
+from sdm_rt.runtime.cores import side_by_side
 from sdm_rt.runtime.dependencies import load_cupy
 from sdm_rt.runtime.device import Gpu
 from sdm_rt.runtime.kernel import KernelSpec
@@ -93,8 +94,51 @@ def watched_cache(spec: KernelSpec, source: Source, gpu: Gpu, on_miss: OnMiss) -
     return disk.KernelCache(backend(str(folder / disk.CUBINS)), on_miss, saved)
 
 
+class _Route:
+    """CuPy's cache while this package compiles: ours in the threads that do, the user's in all others."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open = 0
+        self._users: Any = None
+        self._own = threading.local()
+
+    @contextlib.contextmanager
+    def to(self, own: disk.KernelCache) -> Iterator[None]:
+        """Let this thread's compiles in a ``with`` block look into ``own``."""
+        compiler = load_cupy().cuda.compiler
+        with self._lock:
+            if self._open == 0:
+                self._users = compiler._kernel_cache_backend
+                compiler._set_kernel_cache_backend(self)
+            self._open += 1
+        self._own.cache = own
+        try:
+            yield
+        finally:
+            del self._own.cache
+            with self._lock:
+                self._open -= 1
+                if self._open == 0 and compiler._kernel_cache_backend is self:
+                    compiler._set_kernel_cache_backend(self._users)
+
+    def _of_this_thread(self) -> Any:
+        return getattr(self._own, "cache", self._users)
+
+    def load(self, name: str) -> Any:
+        """Return what a cache holds under a name."""
+        return self._of_this_thread().load(name)
+
+    def save(self, name: str, cubin: bytes, source: str) -> None:
+        """Keep machine code under a name."""
+        self._of_this_thread().save(name, cubin, source)
+
+
+_route = _Route()
+
+
 class CupyBuilder:
-    """Compile and load through CuPy, with CuPy's disk cache in our folder."""
+    """Compile and load through CuPy, with CuPy's disk cache in our folder; for several threads at once."""
 
     def compile(self, spec: KernelSpec, source: Source, gpu: Gpu, on_miss: OnMiss) -> LoadedModule:
         """Compile, or take from the disk cache.
@@ -105,18 +149,14 @@ class CupyBuilder:
             With NVRTC's log.
         """
         cupy = load_cupy()
-        compiler = cupy.cuda.compiler
-        users = compiler._kernel_cache_backend
-        compiler._set_kernel_cache_backend(watched_cache(spec, source, gpu, on_miss))
         try:
-            raw = cupy.RawModule(code=source.text, options=nvrtc.OPTIONS, backend="nvrtc")
-            return self._functions(raw, spec, gpu)
-        except compiler.CompileException as error:
+            with _route.to(watched_cache(spec, source, gpu, on_miss)):
+                raw = cupy.RawModule(code=source.text, options=nvrtc.OPTIONS, backend="nvrtc")
+                return self._functions(raw, spec, gpu)
+        except cupy.cuda.compiler.CompileException as error:
             raise KernelCompileError(
                 f"{spec.file} does not compile for {gpu.target}:\n{with_paths(str(error), source)}"
             ) from None
-        finally:
-            compiler._set_kernel_cache_backend(users)
 
     def load(self, path: Path, spec: KernelSpec, gpu: Gpu) -> LoadedModule:
         """Load a file of machine code."""
@@ -182,54 +222,94 @@ class Kernels:
         finally:
             self._noted.specs = before
 
-    def load_all(self, specs: Iterable[KernelSpec], gpu: Gpu) -> list[LoadedModule]:
-        """Load several specifications; the progress line says how many are left."""
-        pending = list(dict.fromkeys(specs))
-        return [self.load(spec, gpu, left=len(pending) - 1 - at) for at, spec in enumerate(pending)]
+    def load(self, spec: KernelSpec, gpu: Gpu) -> LoadedModule:
+        """Return the module of a specification on a GPU; errors as of `load_all`."""
+        return self.load_all([spec], gpu)[0]
 
-    def load(self, spec: KernelSpec, gpu: Gpu, left: int = 0) -> LoadedModule:
-        """Return the module of a specification on a GPU, compiled if its source is new or was edited.
+    def load_all(self, specs: Iterable[KernelSpec], gpu: Gpu) -> list[LoadedModule]:
+        """Return the module of each specification on a GPU; sources that are new or edited are compiled.
+
+        All cores compile side by side, the longest source first; a progress line for each says how many wait
+        behind it.
 
         Parameters
         ----------
-        spec : KernelSpec
+        specs : iterable of KernelSpec
             What to load.
         gpu : Gpu
             Where.
-        left : int
-            How many more the caller will load, for the progress line.
 
         Raises
         ------
         KernelCompileError
-            Where the source does not compile and no earlier version of it is loaded. With one loaded, a
+            Where a source does not compile and no earlier version of it is loaded. With one loaded, a
             warning carries the log, once, and that version goes on serving.
         NotPrecompiledError
-            With ``SDM_RT_JIT=0``, where the precompiled folder lacks the kernel.
+            With ``SDM_RT_JIT=0``, where the precompiled folder lacks a kernel.
         MissingDependencyError
             Where NVRTC is missing or older than the GPU.
         """
+        wanted = list(dict.fromkeys(specs))
         if self._noted.specs is not None:
-            self._noted.specs.add(spec)
+            self._noted.specs.update(wanted)
         with self._lock:
-            good = self._good.get((spec, gpu.index))
+            sources = {spec: self._read(spec) for spec in wanted}
+            missing = {
+                spec: source
+                for spec, source in sources.items()
+                if isinstance(source, Source) and self._must_build(spec, source, gpu)
+            }
+            built = self._build(missing, gpu)
+            return [self._take(spec, sources[spec], gpu, built.get(spec)) for spec in wanted]
+
+    def _read(self, spec: KernelSpec) -> Source | KernelCompileError:
+        try:
+            return self._tree.source(spec)
+        except KernelCompileError as error:
+            return error
+
+    def _must_build(self, spec: KernelSpec, source: Source, gpu: Gpu) -> bool:
+        good = self._good.get((spec, gpu.index))
+        loaded = good is not None and good.digest == source.digest
+        return not loaded and (source.digest, gpu.target) not in self._failed
+
+    def _build(
+        self, missing: dict[KernelSpec, Source], gpu: Gpu
+    ) -> dict[KernelSpec, LoadedModule | KernelCompileError]:
+        """Compile sources side by side; return the module or the error of each."""
+        longest_first = sorted(missing, key=lambda spec: len(missing[spec].text), reverse=True)
+
+        def obtain(at: int) -> LoadedModule | KernelCompileError:
+            spec = longest_first[at]
             try:
-                source = self._tree.source(spec)
+                return self._obtain(spec, missing[spec], gpu, left=len(longest_first) - 1 - at)
             except KernelCompileError as error:
-                return self._fall_back(good, (str(error), gpu.target), str(error))
-            if good is not None and good.digest == source.digest:
-                return good.module
-            failure = (source.digest, gpu.target)
-            if failure in self._failed:
-                return self._fall_back(good, failure, self._failed[failure])
-            try:
-                module = self._obtain(spec, source, gpu, left)
-            except KernelCompileError as error:
-                return self._fall_back(good, failure, str(error))
-            self._good[spec, gpu.index] = _Good(source.digest, module)
-            if good is not None:
-                self.generation += 1
-            return module
+                return error
+
+        return dict(zip(longest_first, side_by_side(obtain, range(len(longest_first))), strict=True))
+
+    def _take(
+        self,
+        spec: KernelSpec,
+        source: Source | KernelCompileError,
+        gpu: Gpu,
+        built: LoadedModule | KernelCompileError | None,
+    ) -> LoadedModule:
+        """Keep what was built of a source, if anything was; return the module that serves now."""
+        good = self._good.get((spec, gpu.index))
+        if isinstance(source, KernelCompileError):
+            return self._fall_back(good, (str(source), gpu.target), str(source))
+        failure = (source.digest, gpu.target)
+        if isinstance(built, KernelCompileError):
+            return self._fall_back(good, failure, str(built))
+        if built is not None:
+            self._good[spec, gpu.index] = _Good(source.digest, built)
+            self.generation += good is not None
+            return built
+        if failure in self._failed:
+            return self._fall_back(good, failure, self._failed[failure])
+        assert good is not None
+        return good.module
 
     def _fall_back(self, good: _Good | None, failure: tuple[str, str], log: str) -> LoadedModule:
         known = failure in self._failed

@@ -13,11 +13,11 @@ from typing import Any, Protocol
 
 from sdm_rt import env
 from sdm_rt.runtime import driver
-from sdm_rt.runtime.compile import LoadedModule, kernels
+from sdm_rt.runtime.compile import kernels
 from sdm_rt.runtime.device import Gpu
 from sdm_rt.runtime.kernel import KernelSpec
 
-__all__ = ["Launchable", "PreparedLaunch", "prepare"]
+__all__ = ["Launchable", "PreparedLaunch", "prepare", "prepare_all"]
 
 # What the driver answers where no context or another GPU's is current; it has launched nothing then.
 _WRONG_CONTEXT = frozenset({driver.INVALID_CONTEXT, driver.INVALID_HANDLE})
@@ -181,36 +181,45 @@ def refuse_capture(stream: int) -> None:
         )
 
 
-def prepare(launch: Launchable, gpu: Gpu, stream: int, left: int = 0) -> PreparedLaunch:
-    """Compile or load the kernel of a launch and prepare it.
+def prepare(launch: Launchable, gpu: Gpu, stream: int) -> PreparedLaunch:
+    """Prepare one launch, as `prepare_all` does."""
+    return prepare_all([launch], gpu, stream)[0]
+
+
+def prepare_all(launches: Sequence[Launchable], gpu: Gpu, stream: int) -> list[PreparedLaunch]:
+    """Compile or load the kernels of launches and prepare each.
 
     Parameters
     ----------
-    launch : Launchable
-        The launch.
+    launches : sequence of Launchable
+        The launches.
     gpu : Gpu
-        Where it will run.
+        Where they will run.
     stream : int
-        The stream it is wanted on now: a kernel that must be loaded is refused while it is captured.
-    left : int
-        How many more the caller will prepare, for the progress line.
+        The stream they are wanted on now: kernels that must be loaded are refused while it is captured.
 
     Raises
     ------
     RuntimeError
-        Inside a capture, where the kernel is not loaded; the stream stays usable.
+        Inside a capture, where a kernel is not loaded; the stream stays usable.
     KernelCompileError, NotPrecompiledError, MissingDependencyError
-        As ``compile.Kernels.load``.
+        As ``compile.Kernels.load_all``.
     """
-    if not kernels().is_loaded(launch.kernel, gpu):
+    specs = tuple(dict.fromkeys(launch.kernel for launch in launches))
+    if not all(kernels().is_loaded(spec, gpu) for spec in specs):
         refuse_capture(stream)
-    module: LoadedModule = kernels().load(launch.kernel, gpu, left)
-    function = module.function(launch.entry)
+    modules = dict(zip(specs, kernels().load_all(specs, gpu), strict=True))
     context = driver.primary_context(gpu.index)
+    pdl = env.flag("SDM_RT_PDL")
+    prepared = []
     with driver.current_context(context):
-        if launch.shared_memory > driver.function_attribute(function, "max_dynamic_shared"):
-            driver.set_function_attribute(function, "max_dynamic_shared", launch.shared_memory)
-    return PreparedLaunch(launch, function, context, env.flag("SDM_RT_PDL"), module)
+        for launch in launches:
+            module = modules[launch.kernel]
+            function = module.function(launch.entry)
+            if launch.shared_memory > driver.function_attribute(function, "max_dynamic_shared"):
+                driver.set_function_attribute(function, "max_dynamic_shared", launch.shared_memory)
+            prepared.append(PreparedLaunch(launch, function, context, pdl, module))
+    return prepared
 
 
 def warmup(launches: Sequence[Launchable], gpu: Gpu) -> None:

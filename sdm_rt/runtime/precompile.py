@@ -14,6 +14,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from sdm_rt.runtime.cache import Entry, write_atomic
+from sdm_rt.runtime.cores import side_by_side
 from sdm_rt.runtime.kernel import KernelSpec
 from sdm_rt.runtime.nvrtc import OPTIONS, compile_source, nvrtc_version, offline_options
 from sdm_rt.runtime.sources import Source, expand, find_kernels
@@ -32,7 +33,7 @@ def key(source: Source, target: str) -> str:
 def precompile(
     specs: Iterable[KernelSpec], targets: Iterable[str], folder: Path
 ) -> Iterator[tuple[KernelSpec, str, Path, bool]]:
-    """Compile every specification for every target into a folder; needs no GPU.
+    """Compile every specification for every target into a folder, a core each; needs no GPU.
 
     Parameters
     ----------
@@ -56,33 +57,39 @@ def precompile(
     folder.mkdir(parents=True, exist_ok=True)
     kernels = find_kernels()
     targets = tuple(targets)
-    for spec in specs:
-        source = expand(spec, kernels)
-        for target in targets:
-            name = key(source, target)
-            path = folder / f"{name}.cubin"
-            if find(folder, source, target) is not None:
-                yield spec, target, path, False
-                continue
-            start = time.perf_counter()
-            cubin = compile_source(source.text, target, spec.file).cubin
-            seconds = time.perf_counter() - start
-            write_atomic(path, cubin)
-            Entry(
-                file=spec.file,
-                entries=spec.entries,
-                defines=" ".join(f"{macro}={value}" for macro, value in spec.defines),
-                target=target,
-                options=" ".join(OPTIONS),
-                digest=source.digest,
-                compiler="NVRTC {}.{}".format(*nvrtc_version()),
-                seconds=round(seconds, 3),
-                size=len(cubin),
-                sha256=hashlib.sha256(cubin).hexdigest(),
-                built=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-                cubin=path.name,
-            ).write(folder)
-            yield spec, target, path, True
+    wanted = [(spec, expand(spec, kernels), target) for spec in specs for target in targets]
+
+    def provide(one: tuple[KernelSpec, Source, str]) -> tuple[KernelSpec, str, Path, bool]:
+        spec, source, target = one
+        path = folder / f"{key(source, target)}.cubin"
+        if find(folder, source, target) is not None:
+            return spec, target, path, False
+        _compile_into(path, spec, source, target)
+        return spec, target, path, True
+
+    yield from side_by_side(provide, wanted)
+
+
+def _compile_into(path: Path, spec: KernelSpec, source: Source, target: str) -> None:
+    """Compile a source into a folder's file, with its entry beside it."""
+    start = time.perf_counter()
+    cubin = compile_source(source.text, target, spec.file).cubin
+    seconds = time.perf_counter() - start
+    write_atomic(path, cubin)
+    Entry(
+        file=spec.file,
+        entries=spec.entries,
+        defines=" ".join(f"{macro}={value}" for macro, value in spec.defines),
+        target=target,
+        options=" ".join(OPTIONS),
+        digest=source.digest,
+        compiler="NVRTC {}.{}".format(*nvrtc_version()),
+        seconds=round(seconds, 3),
+        size=len(cubin),
+        sha256=hashlib.sha256(cubin).hexdigest(),
+        built=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        cubin=path.name,
+    ).write(path.parent)
 
 
 def find(folder: Path, source: Source, target: str) -> Path | None:

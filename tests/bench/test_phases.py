@@ -13,8 +13,9 @@ import torch
 from sdm_rt.bench import accuracy, scaling, start, timing, training
 from sdm_rt.bench.cases import CASES, Case
 from sdm_rt.bench.layer import LayerBench, bench_layer
-from sdm_rt.bench.process import PROGRAM, usable_cores, wait_seconds
+from sdm_rt.bench.process import PROGRAM, wait_seconds
 from sdm_rt.plan.device import preset
+from sdm_rt.runtime.cores import usable_cores
 from tests.bench.conftest import Graph
 
 SMALL = Case(streams=2, tokens=24, chunk=8, lanes=4, head_dim=16, slots=64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -47,16 +47,16 @@ class Recorder:
 
 
 @pytest.fixture
-def prepared(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Launch, int]]:
-    """Replace the driver's side; return the (launch, how many left) that were prepared."""
-    made: list[tuple[Launch, int]] = []
+def prepared(monkeypatch: pytest.MonkeyPatch) -> list[list[Launch]]:
+    """Replace the driver's side; return the launches that were prepared at once, plan by plan."""
+    made: list[list[Launch]] = []
     Recorder.log = []
 
-    def prepare(launch: Launch, gpu: Gpu, stream: int, left: int = 0) -> Recorder:
-        made.append((launch, left))
-        return Recorder(launch)
+    def prepare_all(launches: Sequence[Launch], gpu: Gpu, stream: int) -> list[Recorder]:
+        made.append(list(launches))
+        return [Recorder(launch) for launch in launches]
 
-    monkeypatch.setattr(bound, "prepare", prepare)
+    monkeypatch.setattr(bound, "prepare_all", prepare_all)
     monkeypatch.setattr(bound.driver, "primary_context", lambda index: 4711)
     return made
 
@@ -67,11 +67,12 @@ def values(plan: StepPlan) -> dict[str, int]:
     return {name: number for number, name in enumerate(sorted(names), start=1)}
 
 
-def test_each_distinct_launch_is_prepared_once(prepared: list[tuple[Launch, int]]) -> None:
+def test_each_distinct_launch_is_prepared_once_and_all_together(prepared: list[list[Launch]]) -> None:
     plan = plan_backward(SHAPE, preset("h100"), "stepwise")
     BoundPlan(plan, GPU, STREAM)
     # The GWR issued first differs in its PDL flag, so it is prepared apart.
-    assert [launch.name for launch, _ in prepared] == [
+    (launches,) = prepared
+    assert [launch.name for launch in launches] == [
         "gwr",
         "du_update",
         "phase_a",
@@ -81,7 +82,6 @@ def test_each_distinct_launch_is_prepared_once(prepared: list[tuple[Launch, int]
         "phase1_backward_pairs",
         "phase1_backward_gates",
     ]
-    assert [left for _, left in prepared] == [7, 6, 5, 4, 3, 2, 1, 0]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_each_distinct_launch_is_prepared_once(prepared: list[tuple[Launch, int]
     [(planner, schedule) for planner in (plan_forward, plan_backward) for schedule in SCHEDULES],
 )
 def test_run_follows_the_plan_and_writes_each_step(
-    planner: Any, schedule: str, prepared: list[tuple[Launch, int]]
+    planner: Any, schedule: str, prepared: list[list[Launch]]
 ) -> None:
     plan = planner(SHAPE, preset("h100"), schedule)
     assert plan.schedule == schedule
@@ -107,7 +107,7 @@ def test_run_follows_the_plan_and_writes_each_step(
     assert Recorder.log == expected * 2
 
 
-def test_new_arguments_reach_every_launch_that_has_them(prepared: list[tuple[Launch, int]]) -> None:
+def test_new_arguments_reach_every_launch_that_has_them(prepared: list[list[Launch]]) -> None:
     plan = plan_backward(SHAPE, preset("h100"), "stepwise")
     runner = BoundPlan(plan, GPU, STREAM)
     runner.set(values(plan))

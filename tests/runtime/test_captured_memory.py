@@ -51,7 +51,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Captured, dict[str, 
         return SimpleNamespace(replay=lambda stream: None)
 
     counter = torch.zeros(1, dtype=torch.int64)
-    monkeypatch.setattr(bound, "prepare", lambda launch, gpu, stream, left: Prepared(launch))
+    monkeypatch.setattr(bound, "prepare_all", lambda launches, gpu, stream: [*map(Prepared, launches)])
     monkeypatch.setattr(bound.driver, "primary_context", lambda index: 4711)
     monkeypatch.setattr(bound.graph, "capture", capture)
     monkeypatch.setattr(bound_plans, "device_model", lambda index: preset("h200"))

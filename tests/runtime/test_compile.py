@@ -6,11 +6,13 @@ import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sdm_rt.errors import KernelCompileError, MissingDependencyError, NotPrecompiledError
-from sdm_rt.runtime import cache, nvrtc, precompile
+from sdm_rt.runtime import cache, cores, nvrtc, precompile
+from sdm_rt.runtime import compile as compile_module
 from sdm_rt.runtime.compile import CupyBuilder, Kernels
 from sdm_rt.runtime.dependencies import load_cupy
 from sdm_rt.runtime.device import Gpu
@@ -54,13 +56,47 @@ def test_the_progress_line_says_how_many_are_left(
 ) -> None:
     specs = [replace(SPEC, defines=(("SCALE", str(scale)),)) for scale in (2, 3)]
     kernels.load_all([*specs, specs[0]], HOPPER)
-    assert capsys.readouterr().err.splitlines() == [
-        "sdm_rt: compiling small.cu for sm_90, 1 more to go",
+    assert sorted(capsys.readouterr().err.splitlines()) == [
         "sdm_rt: compiling small.cu for sm_90",
+        "sdm_rt: compiling small.cu for sm_90, 1 more to go",
     ]
     monkeypatch.setenv("SDM_RT_PROGRESS", "0")
     kernels.load(replace(SPEC, defines=(("SCALE", "4"),)), HOPPER)
     assert capsys.readouterr().err == ""
+
+
+def test_several_kernels_compile_side_by_side(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "usable_cores", lambda: [0, 1, 2])
+    together = threading.Barrier(3)
+    watched = compile_module.watched_cache
+
+    def meet(*arguments: Any) -> cache.KernelCache:
+        together.wait(timeout=30)  # breaks unless three compiles are under way
+        return watched(*arguments)
+
+    monkeypatch.setattr(compile_module, "watched_cache", meet)
+    specs = [replace(SPEC, defines=(("SCALE", str(scale)),)) for scale in range(2, 5)]
+    modules = kernels.load_all(specs, HOPPER)
+    assert [f"#define SCALE {at}" in module.raw.code for at, module in enumerate(modules, start=2)] == [
+        True
+    ] * 3
+    assert len(set(FakeModule.loaded)) == 3
+    assert [kernels.load(spec, HOPPER) for spec in specs] == modules
+
+
+def test_one_broken_kernel_of_several_spoils_no_other(
+    kernels: Kernels, sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (sources / "broken.cu").write_text(BROKEN)
+    broken, absent = replace(SPEC, file="broken.cu"), replace(SPEC, file="absent.cu")
+    with pytest.raises(KernelCompileError, match=r"broken\.cu.*\(3\): error"):
+        kernels.load_all([SPEC, broken, absent], HOPPER)
+    with pytest.raises(KernelCompileError, match=r"cannot open 'absent\.cu'"):
+        kernels.load_all([absent, SPEC, broken], HOPPER)
+    monkeypatch.setattr(CupyBuilder, "compile", lambda *a: pytest.fail("compiled a second time"))
+    kernels.load(SPEC, HOPPER)
+    with pytest.raises(KernelCompileError, match=r"broken\.cu"):
+        kernels.load(broken, HOPPER)
 
 
 def test_each_gpu_has_its_own_module(kernels: Kernels) -> None:
@@ -147,6 +183,39 @@ def test_cupys_own_cache_is_given_back(kernels: Kernels, sources: Path) -> None:
     (sources / "small.cuh").write_text(BROKEN)
     with pytest.warns(RuntimeWarning):
         kernels.load(SPEC, HOPPER)
+    assert compiler._kernel_cache_backend is users
+
+
+def test_another_threads_compile_meanwhile_uses_its_own_cache(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = load_cupy().cuda.compiler
+    asked: list[str] = []
+
+    class Users:
+        def load(self, name: str) -> bytes:
+            asked.append(name)
+            return b"theirs"
+
+    users = Users()
+    monkeypatch.setattr(compiler, "_kernel_cache_backend", users)
+    watched = compile_module.watched_cache
+    found: list[bytes] = []
+
+    def watched_meanwhile(spec: Any, source: Any, gpu: Any, on_miss: Any) -> cache.KernelCache:
+        def ask() -> None:
+            found.append(compiler._kernel_cache_backend.load("a kernel of the user"))
+
+        def on_miss_here() -> None:
+            other = threading.Thread(target=ask)
+            other.start()
+            other.join()
+
+        return watched(spec, source, gpu, on_miss_here)
+
+    monkeypatch.setattr(compile_module, "watched_cache", watched_meanwhile)
+    kernels.load(SPEC, HOPPER)
+    assert (asked, found) == (["a kernel of the user"], [b"theirs"])
     assert compiler._kernel_cache_backend is users
 
 

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from sdm_rt.plan.launch import Argument, Launch, pointers
 from sdm_rt.runtime import driver, graph, launcher
-from sdm_rt.runtime.launcher import PreparedLaunch, prepare, refuse_capture
+from sdm_rt.runtime.launcher import PreparedLaunch, prepare, prepare_all, refuse_capture
 from tests.runtime.cupy_without_gpu import HOPPER, SPEC
 from tests.runtime.fake_driver import CONTEXT, FakeDriver
 
@@ -128,9 +129,9 @@ class _Kernels:
     def is_loaded(self, spec: object, gpu: object) -> bool:
         return self.loaded
 
-    def load(self, spec: object, gpu: object, left: int = 0) -> _Kernels:
+    def load_all(self, specs: Sequence[object], gpu: object) -> list[_Kernels]:
         self.loads += 1
-        return self
+        return [self] * len(specs)
 
     def function(self, entry: str) -> int:
         assert entry == "small"
@@ -167,6 +168,23 @@ def test_a_cold_kernel_is_refused_inside_a_capture(fake: FakeDriver, monkeypatch
     monkeypatch.setattr(launcher, "kernels", lambda: cold)
     prepare(LAUNCH, HOPPER, STREAM)
     assert cold.loads == 1
+
+
+def test_launches_that_share_a_kernel_are_prepared_together(
+    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = _Kernels(loaded=True)
+    monkeypatch.setattr(launcher, "kernels", lambda: known)
+    launches = [
+        LAUNCH,
+        replace(LAUNCH, shared_memory=200_000),
+        replace(LAUNCH, cluster=(1, 1, 1), grid=(9, 1, 1)),
+    ]
+    for ready in prepare_all(launches, HOPPER, STREAM):
+        ready.run(STREAM)
+    assert known.loads == 1
+    assert fake.function_attributes[8] == 200_000
+    assert [launch.grid for launch in fake.launches] == [LAUNCH.grid, LAUNCH.grid, (9, 1, 1)]
 
 
 def captured(fake: FakeDriver, count: int, keep: object = None) -> graph.CapturedLaunches:

@@ -152,9 +152,9 @@ def pays(
 
     It saves the launches of a step and their ramps, where its blocks have the shared memory to keep rows
     under way: batches of rows in number, lists of as many tokens as its threads read side by side. Where not
-    all clusters run at once, only rows of one slice were measured; with quantized snapshots nothing was.
+    all clusters run at once, only rows of one slice were measured.
     """
-    if shape.quantizes or shape.chunk > MAX_CHUNK_THAT_PAYS or layout.ring < RINGS[0]:
+    if shape.chunk > MAX_CHUNK_THAT_PAYS or layout.ring < RINGS[0]:
         return False
     lists = min(config.own_tokens(shape), _tokens_side_by_side(shape, config, vector))
     at_once = config.clusters(shape) <= device.clusters_at_once(config.cluster)

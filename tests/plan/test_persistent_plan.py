@@ -196,6 +196,7 @@ def chosen(shape: WriteReadShape, device: str = "h100") -> tuple[str, str]:
     [
         ({}, "persistent"),  # 16 clusters of 6 blocks
         ({"training": False}, "persistent"),
+        *(({"snapshot": snapshot}, "persistent") for snapshot in QUANTIZED),  # in walks
         ({"chunk": 1}, "persistent"),
         ({"chunk": 128}, "persistent"),  # lists of 16 tokens, delta in the place of residual
         ({"chunk": 129, "head_dim": 64, "writes": 16, "reads": 16}, "stepwise"),
@@ -224,15 +225,6 @@ def test_the_rule_gives_way_where_the_launch_cannot_run() -> None:
     schedule, note = chosen(WriteReadShape(2, 1000, 256, 64, 64, 1024, 65536), "rtxpro6000")
     assert schedule == "stepwise"
     assert note.startswith("schedule: stepwise, since schedule='persistent' needs ")
-
-
-@pytest.mark.parametrize("snapshot", QUANTIZED)
-def test_the_rule_leaves_out_what_was_not_measured(snapshot: str) -> None:
-    assert chosen(dataclasses.replace(FLAGSHIP, snapshot=snapshot)) == (
-        "stepwise",
-        "schedule: stepwise, by the rule",
-    )
-    assert chosen(dataclasses.replace(FLAGSHIP, snapshot=snapshot, training=False))[0] == "persistent"
 
 
 @pytest.mark.parametrize("device", WITH_CLUSTERS)

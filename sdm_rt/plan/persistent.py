@@ -47,7 +47,7 @@ RINGS = (3, 1)  # batches of a thread under way, the preferred count first
 MAX_CHUNK_THAT_PAYS = 128  # as far as it was measured
 RECORD_BYTES = 24  # of a slot under way: its record, the weight and code of its first term
 IN_SHARED_MEMORY = ("residual", "inter", "delta")  # buffers that the stepwise schedule has beside
-WALK_BYTES = 256 * 2**20  # of rows that wait for the launch that quantizes them
+WALK_BYTES = 512 * 2**20  # of rows that wait for the launch that quantizes them
 
 
 @dataclass(frozen=True)

@@ -119,17 +119,17 @@ def test_a_gpu_without_clusters_is_refused(device: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "steps"),
     [
-        ({}, 16),  # 2 * 4,096 rows of 2 KiB a step
-        ({"streams": 16}, 2),
+        ({}, 32),  # 2 * 4,096 rows of 2 KiB a step
+        ({"streams": 16}, 4),
         ({"streams": 256}, 1),  # more than the memory for waiting rows: by single steps
         ({"streams": 1, "tokens": 130, "slots": 9}, 3),  # all steps
-        ({"tokens": 17 * 64}, 9),  # a second one of 8
+        ({"tokens": 33 * 64}, 17),  # a second one of 16
     ],
 )
 def test_rows_with_a_scale_are_quantized_walk_by_walk(
     snapshot: str, changes: dict[str, Any], steps: int
 ) -> None:
-    """One launch walks as many steps as leave 256 MiB of rows, the next one quantizes them."""
+    """One launch walks as many steps as leave 512 MiB of rows, the next one quantizes them."""
     shape = dataclasses.replace(FLAGSHIP, snapshot=snapshot, **changes)
     plan, walk = planned(shape)
     _, keep_rows = plan.step
@@ -138,7 +138,7 @@ def test_rows_with_a_scale_are_quantized_walk_by_walk(
     (waiting,) = (buffer for buffer in plan.buffers if buffer.name == "walk_rows")
     assert waiting.shape == (steps * shape.streams, shape.write_rows // shape.streams, 1024)
     assert (waiting.dtype, waiting.kept) == ("bfloat16", False)
-    assert waiting.bytes <= 2**28 or steps == 1
+    assert waiting.bytes <= 2**29 or steps == 1
     assert keep_rows.grid[1] == steps * shape.streams
     assert walk.writes[-1] == "walk_rows"
     assert keep_rows.reads == ("walk_rows", "slot_count")
@@ -151,7 +151,7 @@ def test_rows_with_a_scale_are_quantized_walk_by_walk(
     assert plan.schedule == "persistent"
 
 
-@pytest.mark.parametrize("steps", [1, 17, 33, 64])
+@pytest.mark.parametrize("steps", [1, 33, 65, 128])
 @pytest.mark.parametrize("snapshot", SNAPSHOTS)
 def test_the_floor_of_walks_is_that_of_the_steps(snapshot: str, steps: int) -> None:
     """Also where the last walk is short."""
@@ -169,7 +169,7 @@ def test_the_floor_of_walks_is_that_of_the_steps(snapshot: str, steps: int) -> N
 def test_walks_fill_slabs() -> None:
     plan, _ = planned(dataclasses.replace(FLAGSHIP, snapshot="fp8"))
     assert dataclasses.replace(plan, slab_steps=256).slabs == 2
-    with pytest.raises(ValueError, match="a slab of 40 steps is no number of walks of 16"):
+    with pytest.raises(ValueError, match="a slab of 40 steps is no number of walks of 32"):
         dataclasses.replace(plan, slab_steps=40)
     with pytest.raises(ValueError, match="one step at least, got 0"):
         dataclasses.replace(plan, walk_steps=0)
@@ -334,6 +334,6 @@ def test_the_command_prints_it_and_its_refusals(capsys: pytest.CaptureFixture[st
     assert main([*command, "stepwise"]) == 0
     assert "persistent_forward" not in capsys.readouterr().out
     assert main([*command, "persistent", "--snapshot", "fp8"]) == 0
-    assert "[each walk of 16 steps, 0 to " in capsys.readouterr().out
+    assert "[each walk of 32 steps, 0 to " in capsys.readouterr().out
     assert main([*command, "persistent", "--device", "a100"]) == 1
     assert "needs thread block clusters" in capsys.readouterr().err

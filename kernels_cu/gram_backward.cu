@@ -6,7 +6,8 @@
 // since delta = strength err. Padded tokens have lam, err and gr 0, whatever their rows hold.
 //
 // Macros  BANK (float, Bf16, Fp16), VECTOR (columns of one load, up to 4).
-// Grid    (chunks, tiles of TILE x TILE tokens on and below the diagonal).
+// Grid    (chunks * tiles of TILE x TILE tokens on and below the diagonal): tiles of a chunk are neighbours, since they
+//         read the same rows.
 // Block   THREADS threads, 4 x 4 tokens each.
 // Reads   lam, err [chunks, C, D], strength [chunks, C], grad_readings [rows, D], lengths, cu_seqlens (chunk.cuh).
 // Writes  d_a, d_qk [chunks, C, C], all of them; grad_beta [rows] (0 on padding).
@@ -15,9 +16,10 @@
 #include "chunk.cuh"
 #include "numeric.cuh"
 
-#define TILE 64
-#define THREADS 256
-#define DEPTH 16  // columns at a time: four a thread and tile
+#define TILE 32
+#define THREADS 64
+#define DEPTH 8  // columns at a time
+#define FOURS (DEPTH / 4 * TILE / THREADS)  // of a thread, tile and time
 #define BLOCK 128
 #define STRIDE (TILE + 4)
 
@@ -38,35 +40,45 @@ static __device__ __forceinline__ void store_column(float (*tile)[STRIDE], int c
     for (int c = 0; c < 4; ++c) tile[column + c][token] = x[c];
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
+extern "C" __global__ void __launch_bounds__(THREADS, 8)
     gram_backward(const float* lam, const float* err, const float* strength, const BANK* grad_readings,
                   const void* lengths, const void* cu_seqlens, float* d_a, float* d_qk, float* grad_beta, int P, int T,
                   int C, int D, int wide) {
     __shared__ __align__(16) float of_lam[2][DEPTH][STRIDE], of_gr[2][DEPTH][STRIDE], of_err[2][DEPTH][STRIDE];
-    const long long n = blockIdx.x;
-    int tile_i = 0, tile_j = blockIdx.y;  // row by row of the lower triangle
+    const int side = (C + TILE - 1) / TILE, tiles = side * (side + 1) / 2;
+    const long long n = blockIdx.x / tiles;
+    int tile_i = 0, tile_j = blockIdx.x % tiles;  // row by row of the lower triangle
     while (tile_j > tile_i) tile_j -= ++tile_i;
     const Chunk chunk = chunk_at(n, P, T, C, lengths, cu_seqlens, wide);
     lam += n * C * D, err += n * C * D, strength += n * C;
 
-    // As a loader: one token, four columns. As a worker: tokens first_i .. + 4 and first_j .. + 4.
-    const int token = threadIdx.x / 4, column = threadIdx.x % 4 * 4;
+    // As a loader: one token, fours of columns. As a worker: tokens row .. + 4 and col .. + 4 of the tiles.
+    constexpr int LOADERS = THREADS / TILE;  // of a token
+    const int token = threadIdx.x / LOADERS, column = threadIdx.x % LOADERS * 4;
     const int i = tile_i * TILE + token, j = tile_j * TILE + token;
-    const int row = threadIdx.x / 16 * 4, col = threadIdx.x % 16 * 4;
+    const int row = threadIdx.x / (TILE / 4) * 4, col = threadIdx.x % (TILE / 4) * 4;
     const BANK* const readings = grad_readings + (chunk.first_row + i) * D;
 
-    float next[3][4] = {};
+    float next[3][FOURS][4] = {};
     const auto fetch = [&](int at) {
-        if (i < chunk.tokens) {
-            load_four(lam + static_cast<long long>(i) * D, at + column, D, next[0]);
-            load_four(readings, at + column, D, next[1]);
+#pragma unroll
+        for (int f = 0; f < FOURS; ++f) {
+            const int from = at + column + f * LOADERS * 4;
+            if (i < chunk.tokens) {
+                load_four(lam + static_cast<long long>(i) * D, from, D, next[0][f]);
+                load_four(readings, from, D, next[1][f]);
+            }
+            if (j < chunk.tokens) load_four(err + static_cast<long long>(j) * D, from, D, next[2][f]);
         }
-        if (j < chunk.tokens) load_four(err + static_cast<long long>(j) * D, at + column, D, next[2]);
     };
     const auto keep = [&](int buffer) {
-        store_column(of_lam[buffer], column, token, next[0]);
-        store_column(of_gr[buffer], column, token, next[1]);
-        store_column(of_err[buffer], column, token, next[2]);
+#pragma unroll
+        for (int f = 0; f < FOURS; ++f) {
+            const int to = column + f * LOADERS * 4;
+            store_column(of_lam[buffer], to, token, next[0][f]);
+            store_column(of_gr[buffer], to, token, next[1][f]);
+            store_column(of_err[buffer], to, token, next[2][f]);
+        }
     };
 
     float total[2][4][4] = {}, sum[2][4][4] = {};

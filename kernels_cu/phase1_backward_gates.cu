@@ -11,7 +11,7 @@
 //
 // Macros  BANK (float, Bf16, Fp16).
 // Grid    (chunks): a chunk a block.
-// Block   THREADS threads: an entry each, then a written slot each.
+// Block   a multiple of 32 threads, up to MOST_THREADS: an entry each, then a written slot each.
 // Reads   write_entries, write_terms [chunks, C W], read_entries, read_terms [chunks, C R], slots, slot_reads [chunks,
 //         min(C W, S)], slot_count [chunks], read_slots [chunks, min(C R, S)], read_slot_count [chunks] (entries.cuh);
 //         d_k_eff, d_k_pd [chunks, C, W], d_q_w [chunks, C, R]; d_tot [chunks, min(C W, S)], by written slot, or null:
@@ -29,14 +29,13 @@
 #include "chunk.cuh"
 #include "phase1_backward.cuh"
 
-#define THREADS 256
-#define WARPS (THREADS / 32)
+#define MOST_THREADS 512
 #define BATCH 4      // entries or slots of a thread under way at once
 #define LISTED 4096  // slots looked at before those on the list
 
 template <class T>
 static __device__ __forceinline__ void clear(T* x, int count) {
-    for (int i = threadIdx.x; i < count; i += THREADS) x[i] = from_float<T>(0.0f);
+    for (int i = threadIdx.x; i < count; i += blockDim.x) x[i] = from_float<T>(0.0f);
 }
 
 // Copies out what the block has staged, in words of 16 bytes where `to` lies on one.
@@ -46,14 +45,14 @@ static __device__ __forceinline__ void copy_out(T* to, const T* staged, int coun
     int done = 0;
     if (reinterpret_cast<unsigned long long>(to) % 16 == 0) {
         const int words = count / VALUES;
-        for (int i = threadIdx.x; i < words; i += THREADS)
+        for (int i = threadIdx.x; i < words; i += blockDim.x)
             reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(staged)[i];
         done = words * VALUES;
     }
-    for (int i = done + threadIdx.x; i < count; i += THREADS) to[i] = staged[i];
+    for (int i = done + threadIdx.x; i < count; i += blockDim.x) to[i] = staged[i];
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
+extern "C" __global__ void __launch_bounds__(MOST_THREADS)
     phase1_backward_gates(const EntryRecord* write_entries, const WriteTerm* write_terms,
                           const EntryRecord* read_entries, const ReadTerm* read_terms, const SlotRecord* slots,
                           const int2* slot_reads, const int* slot_count, const ReadSlot* read_slots,
@@ -65,6 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     __shared__ unsigned short list[LISTED];
     __shared__ int listed;
     const long long n = blockIdx.x;
+    const int threads = blockDim.x;
     const Chunk chunk = chunk_at(n, P, T, C, lengths, cu_seqlens, wide);
     const long long k_base = n * C * W, q_base = n * C * R;
     const long long slot_base = n * min(static_cast<long long>(C) * W, static_cast<long long>(S));
@@ -91,13 +91,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     const float* const rex = given ? given_rex : d_k_pd;
 
     // Batches of loads before their stores, here and below: the compiler may not move one across the other.
-    for (int base = threadIdx.x; base < writes; base += BATCH * THREADS) {
+    for (int base = threadIdx.x; base < writes; base += BATCH * threads) {
         WriteTerm term[BATCH];
         EntryRecord entry[BATCH], last[BATCH];  // of the slot
         float start[BATCH], end[BATCH], value_sum[BATCH], log_sum[BATCH], to[BATCH], after[BATCH];
 #pragma unroll
         for (int b = 0; b < BATCH; ++b) {
-            const int k = base + b * THREADS < writes ? base + b * THREADS : base;
+            const int k = base + b * threads < writes ? base + b * threads : base;
             term[b] = write_terms[k], entry[b] = write_entries[k];
             value_sum[b] = value_sums[k], log_sum[b] = log_sums[k];
         }
@@ -111,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         }
 #pragma unroll
         for (int b = 0; b < BATCH; ++b) {
-            const int k = base + b * THREADS;
+            const int k = base + b * threads;
             if (k >= writes) break;
             const LogDecay log = entry[b].log();
             start[b] *= given ? exp_decay(to[b]) : exp_of(log);
@@ -130,13 +130,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     BANK* const q_out = stage_outputs ? staged_values : grad_q_val;
     clear(q_out, (stage_outputs ? C : chunk.rows) * R);
     __syncthreads();
-    for (int base = threadIdx.x; base < reads; base += BATCH * THREADS) {
+    for (int base = threadIdx.x; base < reads; base += BATCH * threads) {
         ReadTerm term[BATCH];
         EntryRecord entry[BATCH];
         float start[BATCH], value_sum[BATCH], log_sum[BATCH], to[BATCH];
 #pragma unroll
         for (int b = 0; b < BATCH; ++b) {
-            const int q = base + b * THREADS < reads ? base + b * THREADS : base;
+            const int q = base + b * threads < reads ? base + b * threads : base;
             term[b] = read_terms[q], entry[b] = read_entries[q];
             value_sum[b] = read_value_sums[q], log_sum[b] = read_log_sums[q];
         }
@@ -147,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         }
 #pragma unroll
         for (int b = 0; b < BATCH; ++b) {
-            const int q = base + b * THREADS;
+            const int q = base + b * threads;
             if (q >= reads) break;
             start[b] *= given ? exp_decay(to[b]) : exp_of(entry[b].log());
             q_out[term[b].token() * R + entry_lane(term[b].code)] = from_float<BANK>(value_sum[b] + start[b]);
@@ -172,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         if (threadIdx.x == 0) listed = 0;
         __syncthreads();
         const int tile_end = min(tile + LISTED, written);
-        for (int base = tile + threadIdx.x; base < tile_end; base += BATCH * THREADS) {
+        for (int base = tile + threadIdx.x; base < tile_end; base += BATCH * threads) {
             SlotRecord slot[BATCH];
             int2 span[BATCH];
             float d_total[BATCH], sum[BATCH], read_sum[BATCH];
@@ -180,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             bool erases[BATCH];
 #pragma unroll
             for (int b = 0; b < BATCH; ++b) {
-                const int s = base + b * THREADS < tile_end ? base + b * THREADS : base;
+                const int s = base + b * threads < tile_end ? base + b * threads : base;
                 slot[b] = slots[s], span[b] = slot_reads[s];
                 d_total[b] = d_tot != nullptr ? d_tot[slot_base + s] : 0.0f;
             }
@@ -195,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             }
 #pragma unroll
             for (int b = 0; b < BATCH; ++b) {
-                const int s = base + b * THREADS, token = entry_token(code[b]);
+                const int s = base + b * threads, token = entry_token(code[b]);
                 if (s >= tile_end) break;
                 if (slot[b].count > 1 || span[b].y > 1) {
                     list[atomicAdd(&listed, 1)] = static_cast<unsigned short>(s - tile);
@@ -209,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             }
         }
         __syncthreads();
-        for (int i = threadIdx.x; i < listed; i += THREADS) {
+        for (int i = threadIdx.x; i < listed; i += blockDim.x) {
             const int s = tile + list[i];
             const SlotRecord slot = slots[s];
             const int2 span = slot_reads[s];
@@ -249,7 +249,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 
     if (summed) {
         const int lane = threadIdx.x & 31;
-        for (int token = threadIdx.x >> 5; token < chunk.rows; token += WARPS) {
+        for (int token = threadIdx.x >> 5; token < chunk.rows; token += blockDim.x / 32) {
             CompensatedSum sum = empty_sum();
             for (int m = lane; m < W; m += 32) sum.add(x_out[token * W + m]);
             const float total = warp_sum(sum.total());

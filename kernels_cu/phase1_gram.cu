@@ -11,13 +11,15 @@
 // Reads   partner_at [chunks, C, W + R], partners [chunks, C (W + R)], write_entries [chunks, C W] (phase1_scan.cu),
 //         k_val [rows, W], q_val [rows, R], lengths, cu_seqlens (chunk.cuh).
 // Writes  a, qk [chunks, C, C], all of them.
-// Sums    of a cell: lanes n in order, for each the slot's K entries in sorted order.
+// Sums    of a cell, 32 lanes n at a time: the first K entries of those lanes' slots with up to SHORT of them, by lane,
+//         then the second ones, and so on; then the lanes with more in order, each its slot's K entries in sorted order.
 // Shared  dynamic, 4 * min(ROWS, C) * C bytes: the block's rows.
 #include "chunk.cuh"
 #include "entries.cuh"
 
 #define ROWS 8
-#define AHEAD 4  // lanes of a token whose partners are under way at once
+#define SHORT 8  // partners of a lane that its own thread goes through; of more, the whole warp does
+#define AHEAD 4  // such lanes whose partners are under way at once
 #define ALL 0xffffffffu
 
 static __device__ __forceinline__ Partners of_lane(const Partners& x, int lane) {
@@ -28,6 +30,22 @@ static __device__ __forceinline__ Partners of_lane(const Partners& x, int lane) 
     Partners got;
     memcpy(&got, word, sizeof(got));
     return got;
+}
+
+// Adds the terms of the threads that have one to their tokens' cells; threads of one token take turns, lowest first.
+static __device__ __forceinline__ void add_by_lane(float* row, int token, float term, bool adds) {
+    unsigned same = __ballot_sync(ALL, adds);
+    if (same == 0) return;
+#pragma unroll
+    for (int bit = 0; bit < 8; ++bit) {
+        const unsigned set = __ballot_sync(ALL, token >> bit & 1);
+        same &= token >> bit & 1 ? set : ~set;
+    }
+    const int turn = __popc(same & (1u << threadIdx.x % 32) - 1);
+    for (int now = 0; __any_sync(ALL, adds && turn >= now); ++now) {
+        if (adds && turn == now) row[token] += term;
+        __syncwarp();
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(32 * ROWS)
@@ -83,7 +101,19 @@ extern "C" __global__ void __launch_bounds__(32 * ROWS)
             Partners mine{};
             float my_weight = 0.0f;
             if (at >= 0) mine = partners[at], my_weight = to_float(value[lane]);
-            for (unsigned left = __ballot_sync(ALL, at >= 0); left != 0;) {
+            const bool is_long = mine.end() - mine.begin() > SHORT;
+            const int begin = mine.begin(), end = is_long ? begin : mine.end();
+            EntryRecord coming{};
+            if (begin < end) coming = write_entries[begin];
+            for (int e = begin; __any_sync(ALL, e < end); ++e) {
+                const EntryRecord entry = coming;
+                if (e + 1 < end) coming = write_entries[e + 1];
+                const int token = entry.token();
+                const bool adds = e < end && token <= last;
+                const float term = adds ? my_weight * entry.weight * exp_of(mine.log() - entry.log()) : 0.0f;
+                add_by_lane(row, token, term, adds);
+            }
+            for (unsigned left = __ballot_sync(ALL, is_long); left != 0;) {
                 Partners range[AHEAD];
                 EntryRecord entry[AHEAD];
                 float weight[AHEAD];

@@ -40,8 +40,8 @@ GWR_WARPS = 16
 ROW_WARPS = 8  # of a block of Phase A and of GDS
 ROW_LOADS = 4  # most words of a row that a lane holds
 MIXED_ROW_LOADS = 2  # where gradient rows are wider than the bank's
-GRAM_THREADS = 256
-GRAM_TILE = 64
+GRAM_THREADS = 64
+GRAM_TILE = 32
 
 STEP = Argument("step", "int32", step_dependent=True)
 FIRST_STREAM = "first_stream"
@@ -307,7 +307,7 @@ def _gram_backward(shape: WriteReadShape) -> Launch:
         name="gram_backward",
         kernel=gram_backward_kernel(shape),
         entry="gram_backward",
-        grid=(chunks, tiles * (tiles + 1) // 2, 1),
+        grid=(chunks * tiles * (tiles + 1) // 2, 1, 1),
         block=(GRAM_THREADS, 1, 1),
         arguments=(
             *pointers(*reads, "d_a", "d_qk", "grad_beta"),

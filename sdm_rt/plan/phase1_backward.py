@@ -7,6 +7,8 @@ records of its entries before, from the payload.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from sdm_rt.plan.buffer import Buffer
 from sdm_rt.plan.device import DeviceModel, require_supported
 from sdm_rt.plan.forward import forward_constants
@@ -30,7 +32,7 @@ __all__ = [
 ]
 
 PAIRS_THREADS = 256
-GATES_THREADS = 256
+GATES_THREADS = (256, 512)
 BATCH_MIN_CHUNK = 128  # tokens from which the pairs of the write-read op fetch their partners ahead
 
 # Of the chunks, as the scan leaves them.
@@ -110,12 +112,13 @@ def _gates(shape: WriteReadShape, device: DeviceModel) -> Launch:
     inputs = (*RECORDS, *given, "d_k_eff", "d_k_pd", "d_q_w", "d_tot", "lengths", "cu_seqlens")
     scratch = ("value_sums", "log_sums", "gate_gradients")
     results = ("grad_k_val", "grad_q_val", "grad_g")
-    return Launch(
+    few, many = GATES_THREADS
+    launch = Launch(
         name="phase1_backward_gates",
         kernel=phase1_backward_gates_kernel(shape),
         entry="phase1_backward_gates",
         grid=(_chunks(shape), 1, 1),
-        block=(GATES_THREADS, 1, 1),
+        block=(few, 1, 1),
         arguments=(
             *pointers(*inputs, *scratch, *results),
             *int32s("P", "T", "C", "W", "R", "S", "grad_gates", "wide", "stage_outputs"),
@@ -127,6 +130,11 @@ def _gates(shape: WriteReadShape, device: DeviceModel) -> Launch:
         shared_memory=output_bytes(shape) if staged else 0,
         note=f"a chunk a block, gradients {'staged' if staged else 'stored in sorted order'}",
     )
+    # A thread's loads wait for each other. Where an SM has one block alone, twice the threads have twice as
+    # many under way.
+    if launch.blocks > device.sm_count and launch.occupancy(device).blocks > 1:
+        return launch
+    return replace(launch, block=(many, 1, 1))
 
 
 def plan_phase1_backward_launches(

@@ -44,7 +44,10 @@ def test_macros_and_blocks_are_those_of_the_kernels(name: str) -> None:
     planned = launch(FLAGSHIP, name)
     for macro in dict(planned.kernel.defines):
         assert explains(name, macro), f"{name}.cu does not explain {macro}"
-    assert planned.block == (constant(name, "THREADS"), 1, 1)
+    if name == "phase1_backward_gates":
+        assert planned.block[0] <= constant(name, "MOST_THREADS")
+    else:
+        assert planned.block == (constant(name, "THREADS"), 1, 1)
 
 
 def test_the_call_gives_the_one_number_that_shapes_do_not_fix() -> None:
@@ -62,6 +65,22 @@ def test_every_chosen_variant_is_a_variant_of_the_table(target: str) -> None:
 
 
 # ---- choices ----
+
+
+@pytest.mark.parametrize(
+    ("shape", "threads"),
+    [
+        (FLAGSHIP, 256),  # 1,024 chunks, two blocks an SM
+        (replace(FLAGSHIP, streams=1, tokens=132 * 64), 512),  # a block an SM at most
+        (replace(FLAGSHIP, streams=1, tokens=133 * 64), 256),
+        # Shared memory for one block an SM: 256 tokens of 128 writes have 128 KiB of gradients.
+        (replace(FLAGSHIP, chunk=256, writes=128, reads=128), 512),
+        # They fit no block, and pass through none.
+        (replace(FLAGSHIP, chunk=256, writes=256, reads=256, tokens=2**17), 256),
+    ],
+)
+def test_gates_have_twice_the_threads_where_an_sm_has_one_block(shape: WriteReadShape, threads: int) -> None:
+    assert launch(shape, "phase1_backward_gates").block == (threads, 1, 1)
 
 
 @pytest.mark.parametrize(("chunk", "batch"), [(1, "0"), (64, "0"), (127, "0"), (128, "1"), (256, "1")])

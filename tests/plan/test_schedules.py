@@ -307,8 +307,8 @@ def test_backward_grids_cover_every_token_slot_and_column(case: str, device: str
         assert one.blocks <= max(one.occupancy(preset(device)).wave(preset(device)), shape.streams)
         teams = 8 if shape.row_bytes > 256 else 16  # a half warp holds 16 words
         assert one.grid[0] == 1 or teams * (one.grid[0] - 1) < slots
-    tiles = -(-shape.chunk // 64)
-    assert launches["gram_backward"].grid == (shape.chunks * shape.streams, tiles * (tiles + 1) // 2, 1)
+    tiles = -(-shape.chunk // 32)
+    assert launches["gram_backward"].grid == (shape.chunks * shape.streams * tiles * (tiles + 1) // 2, 1, 1)
 
 
 @pytest.mark.parametrize("case", FITTING_THE_REFERENCE)

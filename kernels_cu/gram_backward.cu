@@ -18,7 +18,7 @@
 
 #define TILE 32
 #define THREADS 64
-#define DEPTH 8  // columns at a time
+#define DEPTH 8                             // columns at a time
 #define FOURS (DEPTH / 4 * TILE / THREADS)  // of a thread, tile and time
 #define BLOCK 128
 #define STRIDE (TILE + 4)

@@ -14,19 +14,23 @@
 //
 // Macros  BATCH (0, 1): how the records of partners arrive, a few at a time in registers, or each behind the one in
 //         use, in shared memory. Both give the same bits.
-// Grid    (chunks * ceil(C (W + R) / THREADS)): the blocks of a chunk are neighbours.
-// Block   THREADS threads, an entry each: the chunk's K entries in sorted order, then its Q entries.
+// Grid    (chunks * ceil(C (W + R) / ENTRIES)): the blocks of a chunk are neighbours.
+// Block   THREADS threads for ENTRIES entries: the chunk's K entries in sorted order, then its Q entries. Few entries
+//         share a slot, and to find out takes few loads, so those that do are listed first: then an entry a thread.
 // Reads   write_entries, write_terms [chunks, C W], read_entries, read_terms [chunks, C R], slots, slot_reads [chunks,
 //         min(C W, S)], slot_count [chunks], read_slots [chunks, min(C R, S)], read_slot_count [chunks] (entries.cuh);
 //         d_a, d_qk [chunks, C, C], of d_a nothing on or above the diagonal, of d_qk nothing above it.
 // Writes  value_sums, log_sums [chunks, C (W + R)]: of K entries from 0 on, of Q entries from C W on, in sorted order.
 // Sums    compensated, each in sorted order of the partners: those before; later writes, then later reads; those
 //         without an owner between.
-// Shared  static, with BATCH: a record a thread.
+// Shared  static: the list; with BATCH a record a thread.
 #include "phase1_backward.cuh"
 
 #define THREADS 256
+#define EACH 4  // entries that a thread looks at
+#define ENTRIES (EACH * THREADS)
 #define AT_ONCE 4  // records of partners in registers
+#define ALL 0xffffffffu
 
 enum class Partner { EARLIER, LATER, UNOWNED };
 
@@ -110,15 +114,17 @@ static __device__ __forceinline__ int first_at(const EntryRecord* entries, int b
     return begin;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 3)
     phase1_backward_pairs(const EntryRecord* write_entries, const WriteTerm* write_terms,
                           const EntryRecord* read_entries, const ReadTerm* read_terms, const SlotRecord* slots,
                           const int2* slot_reads, const int* slot_count, const ReadSlot* read_slots,
                           const int* read_slot_count, const float* d_a, const float* d_qk, float* value_sums,
                           float* log_sums, int C, int W, int R, int S) {
-    const int blocks = (C * (W + R) + THREADS - 1) / THREADS;
+    __shared__ unsigned short list[ENTRIES];
+    __shared__ int listed;
+    const int blocks = (C * (W + R) + ENTRIES - 1) / ENTRIES;
     const long long n = blockIdx.x / blocks;
-    const int place = blockIdx.x % blocks * THREADS + threadIdx.x;
+    const int first_place = blockIdx.x % blocks * ENTRIES;
     write_entries += n * C * W, write_terms += n * C * W;
     read_entries += n * C * R, read_terms += n * C * R;
     slots += n * min(static_cast<long long>(C) * W, static_cast<long long>(S));
@@ -128,29 +134,58 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     value_sums += n * C * (W + R), log_sums += n * C * (W + R);
 
     const int writes = entries_of(slots, slot_count[n]);
-    const bool query = place >= writes;
-    const int at = query ? place - writes : place;
-    if (query && at >= entries_of(read_slots, read_slot_count[n])) return;
+    const int entries = writes + entries_of(read_slots, read_slot_count[n]);
+    if (threadIdx.x == 0) listed = 0;
+    __syncthreads();
+    int known[EACH];  // of a K entry its slot, of a Q entry how many writes it meets
+    bool shares[EACH];
+#pragma unroll
+    for (int b = 0; b < EACH; ++b) {
+        const int place = first_place + b * THREADS + threadIdx.x;
+        known[b] = 0;
+        if (place < entries) known[b] = place < writes ? write_terms[place].slot : read_terms[place - writes].writes;
+    }
+#pragma unroll
+    for (int b = 0; b < EACH; ++b) {
+        const int place = first_place + b * THREADS + threadIdx.x;
+        shares[b] = known[b] > 0;
+        if (place < writes) shares[b] = slots[known[b]].count > 1 || slot_reads[known[b]].y > 0;
+    }
+#pragma unroll
+    for (int b = 0; b < EACH; ++b) {
+        const int offset = b * THREADS + threadIdx.x, place = first_place + offset;
+        if (place < entries && !shares[b]) {
+            const int out = place < writes ? place : C * W + place - writes;
+            value_sums[out] = 0.0f, log_sums[out] = 0.0f;
+        }
+        const unsigned votes = __ballot_sync(ALL, shares[b]);
+        int to = 0;
+        if (threadIdx.x % 32 == 0 && votes != 0) to = atomicAdd(&listed, __popc(votes));
+        to = __shfl_sync(ALL, to, 0) + __popc(votes & (1u << threadIdx.x % 32) - 1);
+        if (shares[b]) list[to] = static_cast<unsigned short>(offset);
+    }
+    __syncthreads();
 
-    // Ranges of partners in sorted order.
-    int earlier = 0, earlier_end = 0;          // K entries before
-    int later = 0, later_end = 0;              // K entries after
-    int later_reads = 0, later_reads_end = 0;  // Q entries, with an owner between
-    int unowned = 0, unowned_end = 0;          // Q entries of a K entry, K entries of a Q entry
-    EntryRecord entry{0, 0.0f, 0};
-    if (query) {
-        const ReadTerm term = read_terms[at];
-        if (term.writes > 0) {
+    for (int i = threadIdx.x; i < listed; i += THREADS) {
+        const int place = first_place + list[i];
+        const bool query = place >= writes;
+        const int at = query ? place - writes : place;
+        // Ranges of partners in sorted order.
+        int earlier = 0, earlier_end = 0;          // K entries before
+        int later = 0, later_end = 0;              // K entries after
+        int later_reads = 0, later_reads_end = 0;  // Q entries, with an owner between
+        int unowned = 0, unowned_end = 0;          // Q entries of a K entry, K entries of a Q entry
+        EntryRecord entry;
+        if (query) {
+            const ReadTerm term = read_terms[at];
             entry = read_entries[at];
             earlier = term.first_write, unowned_end = term.first_write + term.writes;
             unowned = first_at(write_entries, earlier, unowned_end - 1, write_entries[unowned_end - 1].token());
             earlier_end = unowned;
-        }
-    } else {
-        const int written = write_terms[at].slot;
-        const SlotRecord slot = slots[written];
-        const int2 reads = slot_reads[written];
-        if (slot.count > 1 || reads.y > 0) {
+        } else {
+            const int written = write_terms[at].slot;
+            const SlotRecord slot = slots[written];
+            const int2 reads = slot_reads[written];
             entry = write_entries[at];
             const int token = entry.token();
             earlier = slot.first, later_end = slot.first + slot.count, later_reads_end = reads.x + reads.y;
@@ -162,26 +197,26 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 later_reads = first_at(read_entries, unowned, later_reads_end, write_entries[later].token());
             unowned_end = later_reads;
         }
+
+        const int token = entry.token();
+        const LogDecay own = entry.log();
+        const float* const row_cells = (query ? d_qk : d_a) + token * C;
+        const Pairs before{write_entries, row_cells, 1, own};
+        const Pairs after{write_entries, d_a + token, C, own};
+        const Pairs reads_after{read_entries, d_qk + token, C, own};
+        const Pairs without_owner{query ? write_entries : read_entries, query ? row_cells : d_qk + token, query ? 1 : C,
+                                  own};
+        CompensatedSum row = empty_sum(), column = empty_sum(), outside = empty_sum();
+        add_pairs<Partner::EARLIER>(row, before, earlier, earlier_end);
+        add_pairs<Partner::LATER>(column, after, later, later_end);
+        add_pairs<Partner::LATER>(column, reads_after, later_reads, later_reads_end);
+        add_pairs<Partner::UNOWNED>(outside, without_owner, unowned, unowned_end);
+
+        CompensatedSum value = row, log = row;
+        value.add(column), value.add(outside);
+        log.add(-column);
+        const int out = query ? C * W + at : at;
+        value_sums[out] = value.total();
+        log_sums[out] = entry.weight * log.total();
     }
-
-    const int token = entry.token();
-    const LogDecay own = entry.log();
-    const float* const row_cells = (query ? d_qk : d_a) + token * C;
-    const Pairs before{write_entries, row_cells, 1, own};
-    const Pairs after{write_entries, d_a + token, C, own};
-    const Pairs reads_after{read_entries, d_qk + token, C, own};
-    const Pairs without_owner{query ? write_entries : read_entries, query ? row_cells : d_qk + token, query ? 1 : C,
-                              own};
-    CompensatedSum row = empty_sum(), column = empty_sum(), outside = empty_sum();
-    add_pairs<Partner::EARLIER>(row, before, earlier, earlier_end);
-    add_pairs<Partner::LATER>(column, after, later, later_end);
-    add_pairs<Partner::LATER>(column, reads_after, later_reads, later_reads_end);
-    add_pairs<Partner::UNOWNED>(outside, without_owner, unowned, unowned_end);
-
-    CompensatedSum value = row, log = row;
-    value.add(column), value.add(outside);
-    log.add(-column);
-    const int out = query ? C * W + at : at;
-    value_sums[out] = value.total();
-    log_sums[out] = entry.weight * log.total();
 }

@@ -32,6 +32,7 @@ __all__ = [
 ]
 
 PAIRS_THREADS = 256
+PAIRS_ENTRIES = 1024  # of a block
 GATES_THREADS = (256, 512)
 BATCH_MIN_CHUNK = 128  # tokens from which the pairs of the write-read op fetch their partners ahead
 
@@ -91,14 +92,14 @@ def _pairs(shape: WriteReadShape, batch: bool) -> Launch:
         name="phase1_backward_pairs",
         kernel=phase1_backward_pairs_kernel(batch),
         entry="phase1_backward_pairs",
-        grid=(_chunks(shape) * ceil_div(lanes, PAIRS_THREADS), 1, 1),
+        grid=(_chunks(shape) * ceil_div(lanes, PAIRS_ENTRIES), 1, 1),
         block=(PAIRS_THREADS, 1, 1),
         arguments=(*pointers(*reads, "value_sums", "log_sums"), *int32s("C", "W", "R", "S")),
         reads=reads,
         writes=("value_sums", "log_sums"),
         bytes_moved=moved,
         floor_bytes=moved,
-        note=f"an entry a thread, partners {'fetched one ahead' if batch else 'a few at a time'}",
+        note=f"entries that share a slot are listed, then one a thread, partners {'fetched one ahead' if batch else 'a few at a time'}",
     )
 
 

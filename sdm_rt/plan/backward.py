@@ -36,7 +36,8 @@ __all__ = [
 ]
 
 WORD_BYTES = 16
-GWR_WARPS = 16
+GWR_GROUPS = 16  # of a token's written rows, each with a sum of its own
+GWR_WARPS = (8, 16)  # of a block, the first where a lane holds one word of a row
 ROW_WARPS = 8  # of a block of Phase A and of GDS
 ROW_LOADS = 4  # most words of a row that a lane holds
 MIXED_ROW_LOADS = 2  # where gradient rows are wider than the bank's
@@ -127,7 +128,7 @@ def _gwr(shape: WriteReadShape, device: DeviceModel, pdl: bool) -> Launch:
         kernel=gwr_kernel(shape, device.pdl),
         entry="gwr",
         grid=(shape.chunk, shape.streams, 1),
-        block=(32 * GWR_WARPS, 1, 1),
+        block=(32 * GWR_WARPS[row_loads(shape) > 1], 1, 1),
         arguments=(
             *pointers(*reads, "gwr", "d_k_pd"),
             STEP,
@@ -137,10 +138,10 @@ def _gwr(shape: WriteReadShape, device: DeviceModel, pdl: bool) -> Launch:
         writes=("gwr", "d_k_pd"),
         bytes_moved=floor + shape.step_tokens * per_token,
         floor_bytes=floor,
-        shared_memory=4 * GWR_WARPS * slice_columns + 16 * W,
+        shared_memory=4 * GWR_GROUPS * slice_columns + 16 * W,
         pdl=pdl,
         triggers=device.pdl,
-        note=f"one token's written rows a block, {GWR_WARPS} rows side by side",
+        note=f"one token's written rows a block, {GWR_GROUPS} rows side by side",
     )
 
 

@@ -99,7 +99,8 @@ def _pairs(shape: WriteReadShape, batch: bool) -> Launch:
         writes=("value_sums", "log_sums"),
         bytes_moved=moved,
         floor_bytes=moved,
-        note=f"entries that share a slot are listed, then one a thread, partners {'fetched one ahead' if batch else 'a few at a time'}",
+        note="entries that share a slot are listed, then one a thread, partners "
+        + ("fetched one ahead" if batch else "a few at a time"),
     )
 
 

@@ -50,8 +50,11 @@ def test_every_macro_of_a_variant_stands_in_its_kernels_header(name: str) -> Non
 
 def test_blocks_are_those_that_the_kernels_are_written_for() -> None:
     plan = plan_backward(FLAGSHIP, preset("h100"))
-    for name in ("gwr", "phase_a", "gds"):
+    for name in ("phase_a", "gds"):
         assert launch(plan, name).block == (32 * constant(name, "WARPS"), 1, 1)
+    assert launch(plan, "gwr").block == (32 * constant("gwr", "GROUPS"), 1, 1)
+    narrow = plan_backward(dataclasses.replace(FLAGSHIP, head_dim=256), preset("h100"))
+    assert launch(narrow, "gwr").block == (32 * constant("gwr", "NARROW_WARPS"), 1, 1)
     columns = int(defines(FLAGSHIP, "du_update")["COLUMNS"])
     assert launch(plan, "du_update").block == (constant("du_update", "TILE") // 2 * columns // 2, 1, 1)
     assert launch(plan, "gram_backward").block == (constant("gram_backward", "THREADS"), 1, 1)
@@ -74,7 +77,7 @@ def test_constants_name_every_number_that_a_shape_fixes() -> None:
 @pytest.mark.parametrize("device", PRESETS)
 @pytest.mark.parametrize("C", [1, 2, 15, 33, 64, 100, 255, 256])
 def test_shared_memory_by_hand(C: int, device: str) -> None:
-    """gwr: sixteen warps' slices of 1,024 columns, and an offset, a weight and a dot for each write.
+    """gwr: sixteen groups' slices of 1,024 columns, and an offset, a weight and a dot for each write.
 
     du_update: two [C, columns] operands and two square tiles whose rows lie four floats apart; the rest is
     padding.

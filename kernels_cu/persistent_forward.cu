@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     BankWord* const ring = ptx::dynamic_shared<BankWord>();
     SlotRecord* const records = reinterpret_cast<SlotRecord*>(ring + RING * BATCH * THREADS);
     FirstTerm* const first_terms = reinterpret_cast<FirstTerm*>(records + WARPS * RING * UNIT);
-    float* const tiles = reinterpret_cast<float*>(first_terms + WARPS * RING * UNIT);
+    float* const tiles = reinterpret_cast<float*>(first_terms + WARPS * RING * AHEAD * UNIT);
     float* const weight = tiles + 2 * 2 * 2 * pairs * (side + 4);
     float* const inter = weight + ((C + 3) & ~3);
     Entry* const entries = reinterpret_cast<Entry*>(inter + 2 * most_pairs * COLUMNS);

@@ -14,9 +14,10 @@
 //
 // Macros  BATCH (0, 1): how the records of partners arrive, a few at a time in registers, or each behind the one in
 //         use, in shared memory. Both give the same bits.
-// Grid    (chunks * ceil(C (W + R) / ENTRIES)): the blocks of a chunk are neighbours.
-// Block   THREADS threads for ENTRIES entries: the chunk's K entries in sorted order, then its Q entries. Few entries
-//         share a slot, and to find out takes few loads, so those that do are listed first: then an entry a thread.
+// Grid    (chunks * ceil(C (W + R) / (each THREADS))): the blocks of a chunk are neighbours.
+// Block   THREADS threads for `each` (up to EACH) times as many entries: the chunk's K entries in sorted order, then its
+//         Q entries. Few entries share a slot, and to find out takes few loads, so those that do are listed first: then
+//         an entry a thread.
 // Reads   write_entries, write_terms [chunks, C W], read_entries, read_terms [chunks, C R], slots, slot_reads [chunks,
 //         min(C W, S)], slot_count [chunks], read_slots [chunks, min(C R, S)], read_slot_count [chunks] (entries.cuh);
 //         d_a, d_qk [chunks, C, C], of d_a nothing on or above the diagonal, of d_qk nothing above it.
@@ -27,8 +28,7 @@
 #include "phase1_backward.cuh"
 
 #define THREADS 256
-#define EACH 4  // entries that a thread looks at
-#define ENTRIES (EACH * THREADS)
+#define EACH 4     // entries that a thread looks at, at most
 #define AT_ONCE 4  // records of partners in registers
 #define ALL 0xffffffffu
 
@@ -119,12 +119,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
                           const EntryRecord* read_entries, const ReadTerm* read_terms, const SlotRecord* slots,
                           const int2* slot_reads, const int* slot_count, const ReadSlot* read_slots,
                           const int* read_slot_count, const float* d_a, const float* d_qk, float* value_sums,
-                          float* log_sums, int C, int W, int R, int S) {
-    __shared__ unsigned short list[ENTRIES];
+                          float* log_sums, int C, int W, int R, int S, int each) {
+    __shared__ unsigned short list[EACH * THREADS];
     __shared__ int listed;
-    const int blocks = (C * (W + R) + ENTRIES - 1) / ENTRIES;
+    const int count = each * THREADS, blocks = (C * (W + R) + count - 1) / count;
     const long long n = blockIdx.x / blocks;
-    const int first_place = blockIdx.x % blocks * ENTRIES;
+    const int first_place = blockIdx.x % blocks * count;
     write_entries += n * C * W, write_terms += n * C * W;
     read_entries += n * C * R, read_terms += n * C * R;
     slots += n * min(static_cast<long long>(C) * W, static_cast<long long>(S));
@@ -134,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
     value_sums += n * C * (W + R), log_sums += n * C * (W + R);
 
     const int writes = entries_of(slots, slot_count[n]);
-    const int entries = writes + entries_of(read_slots, read_slot_count[n]);
+    const int entries = min(writes + entries_of(read_slots, read_slot_count[n]), first_place + count);  // up to here
     if (threadIdx.x == 0) listed = 0;
     __syncthreads();
     int known[EACH];  // of a K entry its slot, of a Q entry how many writes it meets

@@ -19,7 +19,6 @@
 
 #define ROWS 8
 #define SHORT 8  // partners of a lane that its own thread goes through; of more, the whole warp does
-#define AHEAD 4  // such lanes whose partners are under way at once
 #define ALL 0xffffffffu
 
 static __device__ __forceinline__ Partners of_lane(const Partners& x, int lane) {
@@ -48,7 +47,7 @@ static __device__ __forceinline__ void add_by_lane(float* row, int token, float 
     }
 }
 
-extern "C" __global__ void __launch_bounds__(32 * ROWS)
+extern "C" __global__ void __launch_bounds__(32 * ROWS, 4)
     phase1_gram(const int* partner_at, const Partners* partners, const EntryRecord* write_entries, const BANK* k_val,
                 const BANK* q_val, const void* lengths, const void* cu_seqlens, float* a, float* qk, int slab_step,
                 int P, int T, int C, int W, int R, int wide) {
@@ -70,14 +69,14 @@ extern "C" __global__ void __launch_bounds__(32 * ROWS)
         partners += n * C * (W + R);
         write_entries += n * C * W;
         const int last = query ? i : i - 1;  // a token does not retrieve its own write
-        // Adds the first 32 entries of a range, one a lane; then comes the rest of it.
-        const auto add_range = [&](const Partners& range, float weight, EntryRecord entry) {
+        // Adds a range, 32 entries at a time.
+        const auto add_range = [&](const Partners& range, float weight) {
             const LogDecay l = range.log();
             for (int first = range.begin(); first < range.end(); first += 32) {
-                if (first > range.begin() && first + thread < range.end()) entry = write_entries[first + thread];
                 int token = C;
                 float term = 0.0f;
                 if (first + thread < range.end()) {
+                    const EntryRecord entry = write_entries[first + thread];
                     token = entry.token();
                     if (token <= last) term = weight * entry.weight * exp_of(l - entry.log());
                 }
@@ -95,12 +94,18 @@ extern "C" __global__ void __launch_bounds__(32 * ROWS)
                 __syncwarp();
             }
         };
+        // What a lane meets is on its way while the lanes before it are added.
+        const auto place_of = [&](int lane) { return lane < lanes ? partner_at[lane] : -1; };
+        const auto partners_of = [&](int at) { return at >= 0 ? partners[at] : Partners{}; };
+        const auto weight_of = [&](int lane, int at) { return at >= 0 ? to_float(value[lane]) : 0.0f; };
+        int at = place_of(thread), at_behind = place_of(32 + thread);
+        Partners coming_partners = partners_of(at);
+        float coming_weight = weight_of(thread, at);
         for (int base = 0; base < lanes; base += 32) {
-            const int lane = base + thread;
-            const int at = lane < lanes ? partner_at[lane] : -1;
-            Partners mine{};
-            float my_weight = 0.0f;
-            if (at >= 0) mine = partners[at], my_weight = to_float(value[lane]);
+            const Partners mine = coming_partners;
+            const float my_weight = coming_weight;
+            coming_partners = partners_of(at_behind), coming_weight = weight_of(base + 32 + thread, at_behind);
+            at_behind = place_of(base + 64 + thread);
             const bool is_long = mine.end() - mine.begin() > SHORT;
             const int begin = mine.begin(), end = is_long ? begin : mine.end();
             EntryRecord coming{};
@@ -113,22 +118,9 @@ extern "C" __global__ void __launch_bounds__(32 * ROWS)
                 const float term = adds ? my_weight * entry.weight * exp_of(mine.log() - entry.log()) : 0.0f;
                 add_by_lane(row, token, term, adds);
             }
-            for (unsigned left = __ballot_sync(ALL, is_long); left != 0;) {
-                Partners range[AHEAD];
-                EntryRecord entry[AHEAD];
-                float weight[AHEAD];
-#pragma unroll
-                for (int k = 0; k < AHEAD; ++k) {
-                    const int source = left != 0 ? __ffs(left) - 1 : 0;
-                    range[k] = of_lane(mine, source), weight[k] = __shfl_sync(ALL, my_weight, source);
-                    if (left == 0) range[k].count = 0;
-                    left &= left - 1;
-                    entry[k] = EntryRecord{};
-                    const int first = range[k].begin() + thread;
-                    if (first < range[k].end()) entry[k] = write_entries[first];
-                }
-#pragma unroll
-                for (int k = 0; k < AHEAD; ++k) add_range(range[k], weight[k], entry[k]);
+            for (unsigned left = __ballot_sync(ALL, is_long); left != 0; left &= left - 1) {
+                const int source = __ffs(left) - 1;
+                add_range(of_lane(mine, source), __shfl_sync(ALL, my_weight, source));
             }
         }
     }

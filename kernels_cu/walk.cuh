@@ -19,6 +19,7 @@
 #define WARP_ROWS (WORDS < 32 ? 32 / WORDS : 1)  // rows side by side in a warp
 #define ROW_WARPS (WORDS > 32 ? WORDS / 32 : 1)  // warps across a row
 #define UNIT (WARP_ROWS * BATCH)                 // slots that a warp writes together
+#define AHEAD 2                                  // first terms of a slot that come with its row
 
 using BankWord = Word<BANK, VECTOR>;
 
@@ -103,7 +104,7 @@ struct Walk {
     int pairs, passes, side;  // pairs of rows and columns of a tile
     BankWord* ring;           // [RING, BATCH, THREADS], rows on their way
     SlotRecord* records;      // [WARPS, RING, UNIT]
-    FirstTerm* first_terms;   // [WARPS, RING, UNIT]
+    FirstTerm* first_terms;   // [WARPS, RING, AHEAD, UNIT]: term 0 of each slot, then term 1
     float* tiles;             // [2 stages, 2, 2 pairs, side + 4]
     float* weight;            // [C], strength
     float* inter;             // [own, COLUMNS]

@@ -20,13 +20,15 @@
 #define GROUPS (COLUMNS / 4)           // of four columns, in the d_u update
 #define UNITS_BESIDE_UPDATE 2          // of read slots, for a warp without a part in the d_u update
 #define PLANES (WORD / 4)              // of a row in shared memory
-#define TILES_AT (10 * WARPS * UNIT)   // in shared memory, in floats
+#define AHEAD 2                        // first entries of a slot whose terms come with the slot's rows
+#define TILES_AT (14 * WARPS * UNIT)   // in shared memory, in floats
+static_assert(AHEAD * UNIT <= 32);
 
 struct __align__(8) Entry {
     int slot;  // -1 where absent
     float weight;
 };
-// The first entry of a slot, K or Q: its weight, its lane and token.
+// One of the first entries of a slot, K or Q: its weight, its lane and token.
 struct __align__(8) FirstTerm {
     float weight;
     int code;
@@ -125,14 +127,15 @@ struct BackWalk {
     __device__ __forceinline__ ReadSlot* read_records() const {
         return staged<ReadSlot>(0);
     }
+    __device__ __forceinline__ Queries* queries() const {
+        return staged<Queries>(4 * WARPS * UNIT);
+    }
+    // This warp's parts of arrays [WARPS, AHEAD, UNIT]: entry 0 of each slot, then entry 1.
     __device__ __forceinline__ FirstTerm* terms() const {
-        return staged<FirstTerm>(4 * WARPS * UNIT);
+        return shared_at<FirstTerm>(6 * WARPS * UNIT) + warp() * AHEAD * UNIT;
     }
     __device__ __forceinline__ FirstTerm* query_terms() const {
-        return staged<FirstTerm>(6 * WARPS * UNIT);
-    }
-    __device__ __forceinline__ Queries* queries() const {
-        return staged<Queries>(8 * WARPS * UNIT);
+        return shared_at<FirstTerm>(10 * WARPS * UNIT) + warp() * AHEAD * UNIT;
     }
     // [2 stages, TILE, pairs]
     static __device__ __forceinline__ Factors* tiles() {

@@ -31,17 +31,27 @@ struct Rows : BackWalk {
         const float dot = add_lanes(shares);
         if (present && word() == 0) *to = dot;
     }
-    // Adds the Q entries from `e` on of one slot a team to its gradient row; `first` is entry 0, where it has any.
+    // Entry lane / UNIT of slot lane % UNIT, where the slot has it: `held` are the slots, whose entries are `terms`.
+    template <class Term, class Slot>
+    __device__ __forceinline__ FirstTerm load_ahead(const Slot* held, const Term* terms) const {
+        const int entry = lane() / UNIT, at = lane() % UNIT;
+        if (entry >= AHEAD || entry >= held[at].count) return FirstTerm{};
+        return first_term(load_record(terms + held[at].first + entry));
+    }
+    static __device__ __forceinline__ FirstTerm first_term(const WriteTerm& term) {
+        return FirstTerm{term.k_eff, term.code};
+    }
+    static __device__ __forceinline__ FirstTerm first_term(const ReadTerm& term) {
+        return FirstTerm{term.q_w, term.code};
+    }
+    // Adds the Q entries from `e` on of one slot a team to its gradient row; `ahead` are the first ones.
     __device__ __forceinline__ void add_queries(const Step& step, const ReadTerm* from, int e, int count, int most,
-                                                const FirstTerm& first, const float (&held)[WORD],
+                                                const FirstTerm* ahead, const float (&held)[WORD],
                                                 float (&value)[WORD]) const {
         for (; e < most; ++e) {
             const bool present = e < count;
-            FirstTerm term = first;
-            if (present && e > 0) {
-                const ReadTerm found = load_record(from + e);
-                term = FirstTerm{found.q_w, found.code};
-            }
+            FirstTerm term{};
+            if (present) term = e < AHEAD ? ahead[e * UNIT] : first_term(load_record(from + e));
             float share = 0.0f;
             if (present) {
                 float gr[WORD];
@@ -105,17 +115,10 @@ struct WrittenRows : Rows {
                 after[w].load(gradient_bank + (first_slot + record.slot) * D, column(), D);
                 before[w].load(snapshot, snapshot_scale, step.call * capacity + first_of(unit) + at, column(), D);
             }
-            FirstTerm term{}, query_term{};
-            if (held.record.count > 0) {
-                const WriteTerm found = load_record(chunk_terms + held.record.first);
-                term = FirstTerm{found.k_eff, found.code};
-            }
-            if (held.queries.count > 0) {
-                const ReadTerm found = load_record(chunk_queries + held.queries.first);
-                query_term = FirstTerm{found.q_w, found.code};
-            }
+            const FirstTerm term = load_ahead(records(), chunk_terms);
+            const FirstTerm query_term = load_ahead(queries(), chunk_queries);
             held = load_held(step, unit + 1);
-            if (lane < UNIT) {
+            if (lane < AHEAD * UNIT) {
                 terms()[lane] = term;
                 query_terms()[lane] = query_term;
             }
@@ -161,9 +164,9 @@ struct WrittenRows : Rows {
             int code = 0;
             float share = 0.0f;
             if (present) {
-                const WriteTerm found = load_record(slot_terms + e);
-                code = found.code;
-                share = add_entry(code, found.k_eff, restored, value);
+                const FirstTerm term = e < AHEAD ? terms()[e * UNIT + at] : first_term(load_record(slot_terms + e));
+                code = term.code;
+                share = add_entry(code, term.weight, restored, value);
             }
             store_dot(present, share, write_dot(step, code));
         }
@@ -179,7 +182,7 @@ struct WrittenRows : Rows {
             }
             const Queries of_slot = queries()[at];
             add_queries(step, read_terms + step.call * C * R + of_slot.first, 0, of_slot.count, most_queries,
-                        query_terms()[at], restored, value);
+                        query_terms() + at, restored, value);
         }
         if (record.count > 0) store_word(gradient_bank + (first_slot + record.slot) * D, column(), D, value);
     }
@@ -236,13 +239,9 @@ struct ReadRows : Rows {
                 after[w].load(gradient_bank + (first_slot + record.slot) * D, column(), D);
                 before[w].load(memory + (first_slot + record.slot) * row_stride, column(), D);
             }
-            FirstTerm term{};
-            if (cursor.held.count > 0) {
-                const ReadTerm found = load_record(chunk_terms + cursor.held.first);
-                term = FirstTerm{found.q_w, found.code};
-            }
+            const FirstTerm term = load_ahead(unit_records, chunk_terms);
             cursor.held = load_held(step, ++cursor.unit);
-            if (lane < UNIT) query_terms()[lane] = term;
+            if (lane < AHEAD * UNIT) query_terms()[lane] = term;
             __syncwarp();
             float share[SLOTS];
 #pragma unroll
@@ -263,8 +262,8 @@ struct ReadRows : Rows {
                         value[c] = fmaf(first.weight, gr[c], value[c]);
                     }
                 }
-                add_queries(step, chunk_terms + record.first, 1, record.count, most_of(unit_records + w * TEAMS), first,
-                            held, value);
+                add_queries(step, chunk_terms + record.first, 1, record.count, most_of(unit_records + w * TEAMS),
+                            query_terms() + at, held, value);
                 if (record.count > 0) store_word(gradient_bank + (first_slot + record.slot) * D, column(), D, value);
             }
             const float dot = add_lanes(share);

@@ -40,8 +40,13 @@ struct DecayWrite : Walk {
             records[place + lane] = record;
             if (record.count > 0) {
                 const WriteTerm* const from = write_terms + step.n * C * W + record.first;
-                ptx::copy_async_4(&first_terms[place + lane].weight, &from->weight);
-                ptx::copy_async_4(&first_terms[place + lane].code, &from->code);
+                FirstTerm* const to = first_terms + place * AHEAD + lane;
+                ptx::copy_async_4(&to->weight, &from->weight);
+                ptx::copy_async_4(&to->code, &from->code);
+                if (record.count > 1) {
+                    ptx::copy_async_4(&to[UNIT].weight, &from[1].weight);
+                    ptx::copy_async_4(&to[UNIT].code, &from[1].code);
+                }
             }
         }
         __syncwarp();
@@ -92,7 +97,7 @@ struct DecayWrite : Walk {
             const int at = w * WARP_ROWS + row();
             const SlotRecord record = records[place + at];
             if (record.count == 0 || column() >= D) continue;
-            const FirstTerm term = first_terms[place + at];
+            const FirstTerm term = first_terms[place * AHEAD + at];
             const BankWord held = *arrival(batch, w);
             float value[VECTOR], change[VECTOR];
             unpack_pairs<BANK, VECTOR>(held, value);
@@ -100,7 +105,7 @@ struct DecayWrite : Walk {
             load_slice(delta + entry_token(term.code) * COLUMNS, word, change);
 #pragma unroll
             for (int c = 0; c < VECTOR; ++c) value[c] = fmaf(term.weight, change[c], value[c] * record.cpe);
-            add_terms(chunk_terms + record.first, record.count, word, value);
+            add_terms(chunk_terms + record.first, record.count, first_terms + place * AHEAD + at, word, value);
             store_values(rows.row(record.slot), value);
         }
     }
@@ -113,21 +118,29 @@ struct DecayWrite : Walk {
         store_values(static_cast<Bf16*>(snapshot) + at, value);
 #endif
     }
-    // Adds the terms behind the first.
-    __device__ __forceinline__ void add_terms(const WriteTerm* from, int count, int word,
+    // Adds the terms behind the first; `ahead` are the first ones, UNIT apart.
+    __device__ __forceinline__ void add_terms(const WriteTerm* from, int count, const FirstTerm* ahead, int word,
                                               float (&value)[VECTOR]) const {
-        for (int e = 1; e < count; e += 4) {
+        const auto add = [&](int code, float weight) {
+            float change[VECTOR];
+            load_slice(delta + entry_token(code) * COLUMNS, word, change);
+#pragma unroll
+            for (int c = 0; c < VECTOR; ++c) value[c] = fmaf(weight, change[c], value[c]);
+        };
+        for (int e = 1; e < count;) {
+            if (e < AHEAD) {
+                const FirstTerm term = ahead[e * UNIT];
+                add(term.code, term.weight);
+                ++e;
+                continue;
+            }
             WriteTerm term[4];
 #pragma unroll
             for (int k = 0; k < 4; ++k) term[k] = load_term(from + min(e + k, count - 1));
 #pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                if (e + k >= count) break;
-                float change[VECTOR];
-                load_slice(delta + term[k].token() * COLUMNS, word, change);
-#pragma unroll
-                for (int c = 0; c < VECTOR; ++c) value[c] = fmaf(term[k].weight, change[c], value[c]);
-            }
+            for (int k = 0; k < 4; ++k)
+                if (e + k < count) add(term[k].code, term[k].weight);
+            e += 4;
         }
     }
 };

@@ -18,7 +18,11 @@ from sdm_rt.plan.launch import Argument, Launch, int32s, pdl_defines, pointers
 from sdm_rt.plan.limits import require_limits
 from sdm_rt.plan.persistent_backward import choose_backward_schedule, persistent_backward_constants
 from sdm_rt.plan.phase1 import RECORD_BYTES, capacity, read_capacity
-from sdm_rt.plan.phase1_backward import plan_phase1_backward_launches, stages_outputs
+from sdm_rt.plan.phase1_backward import (
+    entries_a_thread,
+    plan_phase1_backward_launches,
+    stages_outputs,
+)
 from sdm_rt.plan.shapes import WriteReadShape, dtype_bytes, kernel_type
 from sdm_rt.plan.shared_memory import one_block_per_sm
 from sdm_rt.plan.step_plan import StepPlan
@@ -417,6 +421,7 @@ def backward_constants(plan: StepPlan) -> dict[str, int]:
         "grad_gates": shape.writes if shape.gates_per_write else 1,
         "wide_index": int(shape.index_dtype == "int64"),
         "stage_outputs": int(stages_outputs(shape, plan.device)),
+        "each": entries_a_thread(plan),
         FIRST_STREAM: 0,
         **{f"{FIRST_STREAM}_{stream}": stream for stream in range(shape.streams)},
     }

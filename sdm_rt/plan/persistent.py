@@ -45,7 +45,7 @@ PRODUCT_WIDTH = 2  # columns of a thread in the products
 BATCH_ROWS = 4  # rows of a thread that are asked for together
 RINGS = (3, 1)  # batches of a thread under way, the preferred count first
 MAX_CHUNK_THAT_PAYS = 128  # as far as it was measured
-RECORD_BYTES = 24  # of a slot under way: its record, the weight and code of its first term
+RECORD_BYTES = 32  # of a slot under way: its record, the weights and codes of its first two terms
 IN_SHARED_MEMORY = ("residual", "inter", "delta")  # buffers that the stepwise schedule has beside
 WALK_BYTES = 512 * 2**20  # of rows that wait for the launch that quantizes them
 

@@ -21,6 +21,7 @@ from sdm_rt.plan.tiling import ceil_div
 from sdm_rt.runtime.kernel import KernelSpec
 
 __all__ = [
+    "entries_a_thread",
     "hides_latency",
     "output_bytes",
     "phase1_backward_constants",
@@ -32,7 +33,7 @@ __all__ = [
 ]
 
 PAIRS_THREADS = 256
-PAIRS_ENTRIES = 1024  # of a block
+PAIRS_EACH = (4, 2, 1)  # entries that a thread looks at
 GATES_THREADS = (256, 512)
 BATCH_MIN_CHUNK = 128  # tokens from which the pairs of the write-read op fetch their partners ahead
 
@@ -84,7 +85,21 @@ def _record_bytes(shape: WriteReadShape) -> int:
     return _chunks(shape) * (2 * RECORD_BYTES * lanes + (RECORD_BYTES + 8) * capacity(shape))
 
 
-def _pairs(shape: WriteReadShape, batch: bool) -> Launch:
+def _pairs(shape: WriteReadShape, device: DeviceModel, batch: bool) -> Launch:
+    """Return the launch with the most entries a thread that leave a wave of blocks, or else with one."""
+    choices = [_pairs_of(shape, batch, each) for each in PAIRS_EACH]
+    return next((one for one in choices if one.blocks >= one.occupancy(device).wave(device)), choices[-1])
+
+
+def entries_a_thread(plan: StepPlan) -> int:
+    """Return how many entries a thread of the plan's pairs looks at; of equal grids, the fewest."""
+    shape = plan.shape
+    assert isinstance(shape, WriteReadShape)
+    (grid,) = (launch.grid for launch in plan.kernels() if launch.name == "phase1_backward_pairs")
+    return {_pairs_of(shape, False, each).grid: each for each in PAIRS_EACH}[grid]
+
+
+def _pairs_of(shape: WriteReadShape, batch: bool, each: int) -> Launch:
     C, lanes = shape.chunk, shape.chunk * (shape.writes + shape.reads)
     moved = _record_bytes(shape) + _chunks(shape) * (2 * 4 * C * C + 2 * 4 * lanes)
     reads = (*RECORDS, "d_a", "d_qk")
@@ -92,15 +107,15 @@ def _pairs(shape: WriteReadShape, batch: bool) -> Launch:
         name="phase1_backward_pairs",
         kernel=phase1_backward_pairs_kernel(batch),
         entry="phase1_backward_pairs",
-        grid=(_chunks(shape) * ceil_div(lanes, PAIRS_ENTRIES), 1, 1),
+        grid=(_chunks(shape) * ceil_div(lanes, each * PAIRS_THREADS), 1, 1),
         block=(PAIRS_THREADS, 1, 1),
-        arguments=(*pointers(*reads, "value_sums", "log_sums"), *int32s("C", "W", "R", "S")),
+        arguments=(*pointers(*reads, "value_sums", "log_sums"), *int32s("C", "W", "R", "S", "each")),
         reads=reads,
         writes=("value_sums", "log_sums"),
         bytes_moved=moved,
         floor_bytes=moved,
-        note="entries that share a slot are listed, then one a thread, partners "
-        + ("fetched one ahead" if batch else "a few at a time"),
+        note=f"{each * PAIRS_THREADS} entries a block; those that share a slot are listed, one a thread, "
+        f"partners {'fetched one ahead' if batch else 'a few at a time'}",
     )
 
 
@@ -167,7 +182,7 @@ def plan_phase1_backward_launches(
     if not stages_outputs(shape, device) and not shape.gates_per_write and shape.writes > 1:
         buffers.append(Buffer("gate_gradients", "float32", (chunks, C, shape.writes)))
     launches = (
-        _pairs(shape, hides_latency(shape) if batch is None else batch),
+        _pairs(shape, device, hides_latency(shape) if batch is None else batch),
         _gates(shape, device),
     )
     return launches, tuple(buffers)
@@ -235,4 +250,5 @@ def phase1_backward_constants(plan: StepPlan) -> dict[str, int]:
         **forward_constants(plan),
         "grad_gates": shape.writes,
         "stage_outputs": int(stages_outputs(shape, plan.device)),
+        "each": entries_a_thread(plan),
     }

@@ -65,7 +65,13 @@ def test_constants_name_every_number_that_a_shape_fixes() -> None:
     numbers = {a.name for one in plan.kernels() for a in one.arguments if a.kind != "pointer"}
     assert backward_constants(plan).keys() == numbers - {"step", "row_stride", "shared_bank", "wide"}
     values = {"P": 2, "T": 150, "C": 64, "W": 8, "R": 9, "D": 128, "S": 256, "first_stream": 0}
-    assert backward_constants(plan) == {**values, "grad_gates": 1, "wide_index": 1, "stage_outputs": 1}
+    assert backward_constants(plan) == {
+        **values,
+        "grad_gates": 1,
+        "wide_index": 1,
+        "stage_outputs": 1,
+        "each": 1,
+    }
     other = dataclasses.replace(SMALL, gates_per_write=True, index_dtype="int32")
     changed = backward_constants(plan_backward(other, preset("h100")))
     assert (changed["grad_gates"], changed["wide_index"]) == (8, 0)

@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from sdm_rt.plan.backward import backward_constants, plan_backward
 from sdm_rt.plan.device import PRESETS, preset
 from sdm_rt.plan.launch import Launch
 from sdm_rt.plan.phase1_backward import (
+    entries_a_thread,
     output_bytes,
     phase1_backward_constants,
     plan_phase1_backward,
@@ -104,8 +106,31 @@ def test_grids_cover_all_chunks_of_a_call() -> None:
     assert launch(FLAGSHIP, "phase1_backward_pairs").grid == (1024 * 8, 1, 1)
     assert launch(FLAGSHIP, "phase1_backward_gates").grid == (1024, 1, 1)
     ragged = WRITE_READ_CASES["ragged"]  # 3 streams of 2 chunks with 64 (5 + 3) entries
-    assert launch(ragged, "phase1_backward_pairs").grid == (6, 1, 1)
+    assert launch(ragged, "phase1_backward_pairs").grid == (6 * 2, 1, 1)
     assert launch(ragged, "phase1_backward_gates").grid == (6, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "det", "each"),
+    [  # a chunk of FLAGSHIP has 8,192 entries, an H100 holds three blocks of 256 an SM: 396
+        (50 * 64, False, 4),
+        (49 * 64, False, 2),
+        (25 * 64, False, 2),
+        (24 * 64, False, 1),
+        (64, False, 1),
+        (50 * 64, True, 2),  # four blocks an SM
+        (66 * 64, True, 4),
+    ],
+)
+def test_a_thread_looks_at_as_many_entries_as_leave_a_wave_of_blocks(
+    tokens: int, det: bool, each: int
+) -> None:
+    shape = replace(FLAGSHIP, streams=1, tokens=tokens)
+    (pairs, _), _ = plan_phase1_backward_launches(shape, preset("h100"), batch=det)
+    assert pairs.grid == (tokens // 64 * 32 // each, 1, 1)
+    if not det:
+        plan = plan_backward(shape, preset("h100"))
+        assert backward_constants(plan)["each"] == entries_a_thread(plan) == each
 
 
 # ---- shared memory ----
@@ -191,7 +216,7 @@ def test_constants_name_every_number_that_a_shape_fixes(dtype: str, per_write: b
     numbers = {a.name for one in plan.kernels() for a in one.arguments if a.kind != "pointer"}
     assert phase1_backward_constants(plan).keys() == numbers - {"slab_step", "shared_bank", "wide"}
     sizes = {"P": 6, "T": 64, "C": 64, "W": 8, "R": 9, "S": 2**31 - 1, "gates": 8 if per_write else 1}
-    assert phase1_backward_constants(plan) == {**sizes, "grad_gates": 8, "stage_outputs": 1}
+    assert phase1_backward_constants(plan) == {**sizes, "grad_gates": 8, "stage_outputs": 1, "each": 1}
 
 
 def test_a_call_of_several_steps_or_without_training_is_refused() -> None:

@@ -114,7 +114,7 @@ static __device__ __forceinline__ int first_at(const EntryRecord* entries, int b
     return begin;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 3)
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
     phase1_backward_pairs(const EntryRecord* write_entries, const WriteTerm* write_terms,
                           const EntryRecord* read_entries, const ReadTerm* read_terms, const SlotRecord* slots,
                           const int2* slot_reads, const int* slot_count, const ReadSlot* read_slots,
@@ -149,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
     for (int b = 0; b < EACH; ++b) {
         const int place = first_place + b * THREADS + threadIdx.x;
         shares[b] = known[b] > 0;
-        if (place < writes) shares[b] = slots[known[b]].count > 1 || slot_reads[known[b]].y > 0;
+        if (place < min(writes, entries)) shares[b] = slots[known[b]].count > 1 || slot_reads[known[b]].y > 0;
     }
 #pragma unroll
     for (int b = 0; b < EACH; ++b) {

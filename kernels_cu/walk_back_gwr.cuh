@@ -28,6 +28,7 @@ struct Gwr : BackWalk {
         if (i < chunk.tokens) {
             const long long index = (chunk.first_row + i) * W;
             const float* const from = write_weight + (call * C + i) * W;
+#pragma unroll 1
             for (int n = lane(); n < W; n += 32) {
                 Entry* const to = entries() + list + n;
                 if (wide_index) {
@@ -48,6 +49,7 @@ struct Gwr : BackWalk {
     // Turns the indices of a list into slots.
     __device__ __forceinline__ void resolve_list(int list) const {
         ptx::copy_wait<0>();
+#pragma unroll 1
         for (int n = lane(); n < W; n += 32) {
             Entry* const entry = entries() + list + n;
             if (wide_index) {
@@ -71,10 +73,13 @@ struct Gwr : BackWalk {
                 resolve_list(list);
                 add_token(step, i, entries() + list, total);
                 __syncwarp();
+#pragma unroll 1
                 for (int n = lane(); n < W; n += 32) dots[n] = entries()[list + n].weight;
             } else {
+#pragma unroll 1
                 for (int n = lane(); n < W; n += 32) dots[n] = 0.0f;
             }
+#pragma unroll 1
             for (int other = team(); other < blocks; other += TEAMS)
                 store_slice(ptx::map_shared(written(), other) + i * COLUMNS, word(), total);
             __syncwarp();
@@ -126,16 +131,17 @@ struct Gwr : BackWalk {
             __syncwarp();
             if (sums_first<BATCH>() && at < count && n < W) list[n].weight = dot;
         };
-        // Of two batches one is under way while the other is added.
-        RowSlice<GRADIENT> even[BATCH], odd[BATCH];
+        // One batch is under way while the one before it is added. A loop of one batch, since its code is long and every
+        // step goes through all of it.
+        RowSlice<GRADIENT> row[BATCH], behind[BATCH];
         Place ahead{0, 0};
-        load_rows(list, ahead, most, even);
-        for (int first = 0; first < count; first += 2 * BATCH) {
-            const Place of_even{first / most, first % most}, of_odd{(first + BATCH) / most, (first + BATCH) % most};
-            load_rows(list, ahead, most, odd);
-            add_rows(first, of_even, even);
-            load_rows(list, ahead, most, even);
-            add_rows(first + BATCH, of_odd, odd);
+        load_rows(list, ahead, most, row);
+#pragma unroll 1
+        for (int first = 0; first < count; first += BATCH) {
+            load_rows(list, ahead, most, behind);
+            add_rows(first, Place{first / most, first % most}, row);
+#pragma unroll
+            for (int l = 0; l < BATCH; ++l) row[l] = behind[l];
         }
     }
     // Adds the teams' sums, group by group, to every lane's total.

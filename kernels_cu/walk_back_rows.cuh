@@ -4,6 +4,13 @@
 
 #include "walk_back.cuh"
 
+// Moves what is held of the next slots up by one: a loop over slots then has its code once, and registers for all.
+template <class T>
+static __device__ __forceinline__ void take_next(T (&held)[SLOTS]) {
+#pragma unroll
+    for (int w = 0; w + 1 < SLOTS; ++w) held[w] = held[w + 1];
+}
+
 struct Rows : BackWalk {
     // The slots of this warp's unit `unit`.
     __device__ __forceinline__ int first_of(int unit) const {
@@ -123,10 +130,12 @@ struct WrittenRows : Rows {
                 query_terms()[lane] = query_term;
             }
             __syncwarp();
-#pragma unroll
+#pragma unroll 1
             for (int w = 0; w < SLOTS; ++w) {
                 float share[2];
-                finish_slot(step, w, after[w], before[w], share[0], share[1]);
+                finish_slot(step, w, after[0], before[0], share[0], share[1]);
+                take_next(after);
+                take_next(before);
                 const float dot = add_lanes(share);
                 const int at = w * TEAMS + team();
                 if (sums_first<2>() && records()[at].count > 0) {
@@ -243,28 +252,32 @@ struct ReadRows : Rows {
             cursor.held = load_held(step, ++cursor.unit);
             if (lane < AHEAD * UNIT) query_terms()[lane] = term;
             __syncwarp();
-            float share[SLOTS];
-#pragma unroll
+            float share[SLOTS] = {};
+#pragma unroll 1
             for (int w = 0; w < SLOTS; ++w) {
                 const int at = w * TEAMS + team();
                 const ReadSlot record = unit_records[at];
                 const FirstTerm first = query_terms()[at];
                 float value[WORD], held[WORD];
-                share[w] = 0.0f;
+                float own_share = 0.0f;
                 if (record.count > 0) {
                     float gr[WORD];
-                    after[w].word(0, value);
-                    before[w].word(0, held);
+                    after[0].word(0, value);
+                    before[0].word(0, held);
                     load_readings(entry_token(first.code), gr);
 #pragma unroll
                     for (int c = 0; c < WORD; ++c) {
-                        share[w] = fmaf(gr[c], held[c], share[w]);
+                        own_share = fmaf(gr[c], held[c], own_share);
                         value[c] = fmaf(first.weight, gr[c], value[c]);
                     }
                 }
                 add_queries(step, chunk_terms + record.first, 1, record.count, most_of(unit_records + w * TEAMS),
                             query_terms() + at, held, value);
                 if (record.count > 0) store_word(gradient_bank + (first_slot + record.slot) * D, column(), D, value);
+                take_next(after);
+                take_next(before);
+                take_next(share);
+                share[SLOTS - 1] = own_share;
             }
             const float dot = add_lanes(share);
             const int at = summed<SLOTS>() * TEAMS + team();

@@ -19,6 +19,14 @@ static __device__ __forceinline__ int column_of(int group) {
     return quad % quads * 4 * PLANES + quad / quads * 4 + group * WIDTH % 4;
 }
 
+// Before loops that every warp of a step goes through a few times: where nothing is kept, less code is faster; where err
+// is kept, it is not.
+#if SAVE
+#define SHORT_CODE
+#else
+#define SHORT_CODE _Pragma("unroll 1")
+#endif
+
 struct Products : Walk {
     __device__ __forceinline__ Job first_job() const {
         return Job{false, false, passes - 1, 0};
@@ -59,10 +67,12 @@ struct Products : Walk {
             }
         };
         if (side == TILE) {  // no division
+            SHORT_CODE
             for (int cell = threadIdx.x; cell < 2 * pairs * TILE / 4; cell += THREADS)
                 fetch(cell / (TILE / 4), cell % (TILE / 4) * 4);
         } else {
             const int quarters = side / 4;
+            SHORT_CODE
             for (int cell = threadIdx.x; cell < 2 * pairs * quarters; cell += THREADS)
                 fetch(cell / quarters, cell % quarters * 4);
         }
@@ -141,6 +151,7 @@ struct Products : Walk {
             if (i >= C) break;
             const int at = i * COLUMNS + group * WIDTH;
             if (SAVE && in_place) store_err(step, i, column, *reinterpret_cast<const Part*>(residual + at));
+            SHORT_CODE
             for (int other = 0; other < blocks; ++other)
                 *reinterpret_cast<Part*>(ptx::map_shared(delta, other) + at) = sum[0][r];
             if (i >= step.chunk.rows || column >= D) continue;

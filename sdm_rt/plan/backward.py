@@ -421,7 +421,7 @@ def backward_constants(plan: StepPlan) -> dict[str, int]:
         "grad_gates": shape.writes if shape.gates_per_write else 1,
         "wide_index": int(shape.index_dtype == "int64"),
         "stage_outputs": int(stages_outputs(shape, plan.device)),
-        "each": entries_a_thread(plan),
+        "each": entries_a_thread(shape, plan.kernels()),
         FIRST_STREAM: 0,
         **{f"{FIRST_STREAM}_{stream}": stream for stream in range(shape.streams)},
     }

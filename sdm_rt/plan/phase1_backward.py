@@ -7,6 +7,7 @@ records of its entries before, from the payload.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from sdm_rt.plan.buffer import Buffer
@@ -91,11 +92,9 @@ def _pairs(shape: WriteReadShape, device: DeviceModel, batch: bool) -> Launch:
     return next((one for one in choices if one.blocks >= one.occupancy(device).wave(device)), choices[-1])
 
 
-def entries_a_thread(plan: StepPlan) -> int:
-    """Return how many entries a thread of the plan's pairs looks at; of equal grids, the fewest."""
-    shape = plan.shape
-    assert isinstance(shape, WriteReadShape)
-    (grid,) = (launch.grid for launch in plan.kernels() if launch.name == "phase1_backward_pairs")
+def entries_a_thread(shape: WriteReadShape, launches: Iterable[Launch]) -> int:
+    """Return how many entries a thread of the pairs among ``launches`` looks at; of equal grids, the fewest."""
+    (grid,) = {launch.grid for launch in launches if launch.name == "phase1_backward_pairs"}
     return {_pairs_of(shape, False, each).grid: each for each in PAIRS_EACH}[grid]
 
 
@@ -250,5 +249,5 @@ def phase1_backward_constants(plan: StepPlan) -> dict[str, int]:
         **forward_constants(plan),
         "grad_gates": shape.writes,
         "stage_outputs": int(stages_outputs(shape, plan.device)),
-        "each": entries_a_thread(plan),
+        "each": entries_a_thread(shape, plan.kernels()),
     }

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sdm_rt.ops.write_read_launch import BUFFER_DTYPES, allocate
-from sdm_rt.plan.phase1_backward import plan_phase1_backward_launches, stages_outputs
+from sdm_rt.plan.phase1_backward import entries_a_thread, plan_phase1_backward_launches, stages_outputs
 from sdm_rt.plan.shapes import WriteReadShape
 from tests.emulator.harness import Call
 from tests.kernels.backends import BACKENDS, Backend, device_model, execute, require
@@ -93,6 +93,7 @@ def run(
         "slab_step": 0,
         "grad_gates": gates,
         "stage_outputs": int(staged),
+        "each": entries_a_thread(shape, launches),
     }
     rows = problem.streams * problem.tokens
     if packed:

@@ -130,7 +130,7 @@ def test_a_thread_looks_at_as_many_entries_as_leave_a_wave_of_blocks(
     assert pairs.grid == (tokens // 64 * 32 // each, 1, 1)
     if not det:
         plan = plan_backward(shape, preset("h100"))
-        assert backward_constants(plan)["each"] == entries_a_thread(plan) == each
+        assert backward_constants(plan)["each"] == entries_a_thread(shape, [pairs]) == each
 
 
 # ---- shared memory ----

@@ -93,7 +93,7 @@ def _pairs(shape: WriteReadShape, device: DeviceModel, batch: bool) -> Launch:
 
 
 def entries_a_thread(shape: WriteReadShape, launches: Iterable[Launch]) -> int:
-    """Return how many entries a thread of the pairs among ``launches`` looks at; of equal grids, the fewest."""
+    """Return how many entries a thread of the pairs in ``launches`` looks at; of equal grids, the fewest."""
     (grid,) = {launch.grid for launch in launches if launch.name == "phase1_backward_pairs"}
     return {_pairs_of(shape, False, each).grid: each for each in PAIRS_EACH}[grid]
 

@@ -112,14 +112,14 @@ def test_grids_cover_all_chunks_of_a_call() -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "det", "each"),
-    [  # a chunk of FLAGSHIP has 8,192 entries, an H100 holds three blocks of 256 an SM: 396
-        (50 * 64, False, 4),
-        (49 * 64, False, 2),
-        (25 * 64, False, 2),
-        (24 * 64, False, 1),
+    [  # a chunk of FLAGSHIP has 8,192 entries, an H100 holds four blocks of 256 threads an SM: 528
+        (66 * 64, False, 4),
+        (65 * 64, False, 2),
+        (33 * 64, False, 2),
+        (32 * 64, False, 1),
         (64, False, 1),
-        (50 * 64, True, 2),  # four blocks an SM
         (66 * 64, True, 4),
+        (65 * 64, True, 2),
     ],
 )
 def test_a_thread_looks_at_as_many_entries_as_leave_a_wave_of_blocks(
@@ -127,6 +127,7 @@ def test_a_thread_looks_at_as_many_entries_as_leave_a_wave_of_blocks(
 ) -> None:
     shape = replace(FLAGSHIP, streams=1, tokens=tokens)
     (pairs, _), _ = plan_phase1_backward_launches(shape, preset("h100"), batch=det)
+    assert pairs.occupancy(preset("h100")).wave(preset("h100")) == 528
     assert pairs.grid == (tokens // 64 * 32 // each, 1, 1)
     if not det:
         plan = plan_backward(shape, preset("h100"))
@@ -235,6 +236,8 @@ def test_every_case_fits_every_device(case: str, device: str) -> None:
     for one in launches:
         resources = one.resources(preset(device))
         assert resources.measured
-        assert resources.spill_stores == resources.spill_loads == 0
+        # Four blocks of pairs an SM are faster than three that spill nothing (docs/performance-log.md).
+        most = 64 if one.name == "phase1_backward_pairs" else 0
+        assert max(resources.spill_stores, resources.spill_loads) <= most
         assert one.occupancy(preset(device)).blocks >= 1
         assert one.shared_memory + resources.static_shared <= preset(device).shared_memory_per_block

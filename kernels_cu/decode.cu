@@ -306,12 +306,18 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, RESIDENT_BLOCKS)
         if (lane == 0) *strength = real(beta_value, raw.strength);
     };
     if (thread < lanes) store_lane(thread, raw_lane);
-    // The lanes beyond the threads, by turns: on a loop that ends at `lanes` NVRTC 12.9 crashes for sm_120.
-    constexpr int TURNS = K_ROWS > Q_ROWS ? K_ROWS : Q_ROWS;
+    // The lanes beyond the threads: by turns where rows are loaded value by value, since on the loop NVRTC 12.9 crashes there
+    // for sm_120; where they are not, the loop is faster.
+    if constexpr (VECTOR == 1) {
+        constexpr int TURNS = K_ROWS > Q_ROWS ? K_ROWS : Q_ROWS;
 #pragma unroll 1
-    for (int turn = 1; turn < TURNS; ++turn) {
-        const int lane = thread + turn * threads;
-        if (lane < lanes) store_lane(lane, load_lane(lane));
+        for (int turn = 1; turn < TURNS; ++turn) {
+            const int lane = thread + turn * threads;
+            if (lane < lanes) store_lane(lane, load_lane(lane));
+        }
+    } else if constexpr (K_ROWS > 1 || Q_ROWS > 1) {  // else there are no more lanes than threads
+#pragma unroll 1
+        for (int lane = thread + threads; lane < lanes; lane += threads) store_lane(lane, load_lane(lane));
     }
     __syncthreads();
 

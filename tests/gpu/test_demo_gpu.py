@@ -16,8 +16,8 @@ from sdm_rt.ops.availability import gpu_path_obstacle
 
 pytestmark = pytest.mark.gpu
 
-# The warm-up, 100 of 2,000 steps, keeps the first updates small. With 25 of 500 a score that rounds differently could choose
-# another slot within 20 steps, and move a loss by 1e-4.
+# The warm-up, 100 of 2,000 steps, keeps the first updates small. With 25 of 500 a score that rounds
+# differently could choose another slot within 20 steps, and move a loss by 1e-4.
 CONFIG = DemoConfig(steps=2000, batch=4, seq_len=64, dim=64, slots=256)
 
 

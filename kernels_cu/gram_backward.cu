@@ -5,7 +5,7 @@
 //
 // since delta = strength err. Padded tokens have lam, err and gr 0, whatever their rows hold.
 //
-// Macros  BANK (float, Bf16, Fp16), VECTOR (columns of one load, up to 4).
+// Macros  BANK (float, Bf16, Fp16), VECTOR (4: D is a multiple of 4 and of the values of BANK in 16 bytes; 1: any D).
 // Grid    (chunks * tiles of TILE x TILE tokens on and below the diagonal): tiles of a chunk are neighbours, since they
 //         read the same rows.
 // Block   THREADS threads, 4 x 4 tokens each, EIGHTH apart: neighbouring threads meet in no bank of shared memory.

@@ -4,7 +4,7 @@
 
 #include "walk_back.cuh"
 
-#define ROW_GROUPS 16  // the warps of gwr.cu
+#define ROW_GROUPS 16  // GROUPS of gwr.cu
 
 struct Gwr : BackWalk {
     // A row of a team: the k-th of the group that the team takes in this round.

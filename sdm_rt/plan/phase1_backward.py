@@ -22,6 +22,7 @@ from sdm_rt.plan.tiling import ceil_div
 from sdm_rt.runtime.kernel import KernelSpec
 
 __all__ = [
+    "PAIRS_EACH",
     "entries_a_thread",
     "hides_latency",
     "output_bytes",

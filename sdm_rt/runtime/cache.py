@@ -15,6 +15,7 @@ import secrets
 import shutil
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -38,6 +39,9 @@ def _user_cache() -> Path:
         return Path.home() / "Library" / "Caches" / "sdm_rt"
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "sdm_rt"
+
+
+_folder_lock = threading.Lock()
 
 
 @cache
@@ -67,7 +71,8 @@ def cache_folder() -> Path:
 
     ``SDM_RT_CACHE_DIR``, else the platform's user cache, else a temporary folder with one warning.
     """
-    return _usable(str(env.path("SDM_RT_CACHE_DIR") or ""))
+    with _folder_lock:  # threads that compile side by side make one temporary folder
+        return _usable(str(env.path("SDM_RT_CACHE_DIR") or ""))
 
 
 def write_atomic(path: Path, data: bytes) -> None:

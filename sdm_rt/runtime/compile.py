@@ -46,6 +46,9 @@ class LoadedModule(Protocol):
 class Builder(Protocol):
     """What makes machine code; the tests put a builder without a GPU in its place."""
 
+    def enter_thread(self, gpu: Gpu) -> None:
+        """Do what a thread of ours does before it compiles for a GPU."""
+
     def compile(self, spec: KernelSpec, source: Source, gpu: Gpu, on_miss: OnMiss) -> LoadedModule:
         """Compile, or take from the disk cache; ``on_miss`` is called before a real compile."""
 
@@ -108,7 +111,7 @@ class _Route:
         """Let this thread's compiles in a ``with`` block look into ``own``."""
         compiler = load_cupy().cuda.compiler
         with self._lock:
-            if self._open == 0:
+            if compiler._kernel_cache_backend is not self:
                 self._users = compiler._kernel_cache_backend
                 compiler._set_kernel_cache_backend(self)
             self._open += 1
@@ -140,6 +143,10 @@ _route = _Route()
 class CupyBuilder:
     """Compile and load through CuPy, with CuPy's disk cache in our folder; for several threads at once."""
 
+    def enter_thread(self, gpu: Gpu) -> None:
+        """Make the GPU current. A new thread has GPU 0, and going back to that would make a context on it."""
+        load_cupy().cuda.runtime.setDevice(gpu.index)
+
     def compile(self, spec: KernelSpec, source: Source, gpu: Gpu, on_miss: OnMiss) -> LoadedModule:
         """Compile, or take from the disk cache.
 
@@ -168,6 +175,11 @@ class CupyBuilder:
             return _CupyModule(
                 raw, {entry: int(raw.get_function(entry).kernel.ptr) for entry in spec.entries}
             )
+
+
+def _failure(source: Source, gpu: Gpu) -> tuple[str, str]:
+    """Return what a failed build is remembered by."""
+    return source.digest, gpu.target
 
 
 @dataclass(frozen=True)
@@ -252,6 +264,9 @@ class Kernels:
         wanted = list(dict.fromkeys(specs))
         if self._noted.specs is not None:
             self._noted.specs.update(wanted)
+        ready = [self._loaded(spec, gpu) for spec in wanted]
+        if None not in ready:  # without the lock: another thread may hold it while it compiles
+            return [module for module in ready if module is not None]
         with self._lock:
             sources = {spec: self._read(spec) for spec in wanted}
             missing = {
@@ -259,8 +274,22 @@ class Kernels:
                 for spec, source in sources.items()
                 if isinstance(source, Source) and self._must_build(spec, source, gpu)
             }
-            built = self._build(missing, gpu)
-            return [self._take(spec, sources[spec], gpu, built.get(spec)) for spec in wanted]
+            try:
+                self._refuse_known_failures(sources, gpu)
+                built = self._build(missing, gpu)
+            except BaseException:
+                # They were read and none is kept: an earlier module of theirs must not pass for current.
+                self._tree.forget(missing)
+                raise
+            for spec, result in built.items():
+                self._keep(spec, missing[spec], gpu, result)
+            return [self._serving(spec, sources[spec], gpu) for spec in wanted]
+
+    def _loaded(self, spec: KernelSpec, gpu: Gpu) -> LoadedModule | None:
+        """Return the module of the present source, if it is at hand."""
+        good, source = self._good.get((spec, gpu.index)), self._tree.known(spec)
+        fits = good is not None and source is not None and good.digest == source.digest
+        return good.module if good is not None and fits else None
 
     def _read(self, spec: KernelSpec) -> Source | KernelCompileError:
         try:
@@ -271,7 +300,19 @@ class Kernels:
     def _must_build(self, spec: KernelSpec, source: Source, gpu: Gpu) -> bool:
         good = self._good.get((spec, gpu.index))
         loaded = good is not None and good.digest == source.digest
-        return not loaded and (source.digest, gpu.target) not in self._failed
+        return not loaded and _failure(source, gpu) not in self._failed
+
+    def _refuse_known_failures(
+        self, sources: dict[KernelSpec, Source | KernelCompileError], gpu: Gpu
+    ) -> None:
+        """Raise, before anything is compiled, what the call will end with anyway."""
+        for spec, source in sources.items():
+            if (spec, gpu.index) in self._good:
+                continue
+            if isinstance(source, KernelCompileError):
+                raise source
+            if (log := self._failed.get(_failure(source, gpu))) is not None:
+                raise KernelCompileError(log)
 
     def _build(
         self, missing: dict[KernelSpec, Source], gpu: Gpu
@@ -286,40 +327,36 @@ class Kernels:
             except KernelCompileError as error:
                 return error
 
-        return dict(zip(longest_first, side_by_side(obtain, range(len(longest_first))), strict=True))
+        results = side_by_side(obtain, range(len(longest_first)), lambda: self._builder.enter_thread(gpu))
+        return dict(zip(longest_first, results, strict=True))
 
-    def _take(
-        self,
-        spec: KernelSpec,
-        source: Source | KernelCompileError,
-        gpu: Gpu,
-        built: LoadedModule | KernelCompileError | None,
-    ) -> LoadedModule:
-        """Keep what was built of a source, if anything was; return the module that serves now."""
-        good = self._good.get((spec, gpu.index))
-        if isinstance(source, KernelCompileError):
-            return self._fall_back(good, (str(source), gpu.target), str(source))
-        failure = (source.digest, gpu.target)
+    def _keep(
+        self, spec: KernelSpec, source: Source, gpu: Gpu, built: LoadedModule | KernelCompileError
+    ) -> None:
+        """Keep a module in the place of an earlier one, or remember a failure."""
         if isinstance(built, KernelCompileError):
-            return self._fall_back(good, failure, str(built))
-        if built is not None:
-            self._good[spec, gpu.index] = _Good(source.digest, built)
-            self.generation += good is not None
-            return built
-        if failure in self._failed:
-            return self._fall_back(good, failure, self._failed[failure])
-        assert good is not None
-        return good.module
+            self._note(spec, _failure(source, gpu), gpu, str(built))
+            return
+        self.generation += (spec, gpu.index) in self._good
+        self._good[spec, gpu.index] = _Good(source.digest, built)
 
-    def _fall_back(self, good: _Good | None, failure: tuple[str, str], log: str) -> LoadedModule:
+    def _note(self, spec: KernelSpec, failure: tuple[str, str], gpu: Gpu, log: str) -> None:
+        """Remember a failure; warn, once, where an earlier module goes on serving."""
         known = failure in self._failed
         self._failed[failure] = log
-        if good is None:
-            raise KernelCompileError(log)
-        if not known:
+        if not known and (spec, gpu.index) in self._good:
             warnings.warn(
-                f"{log}\nthe last version that compiled goes on serving", RuntimeWarning, stacklevel=4
+                f"{log}\nthe last version that compiled goes on serving", RuntimeWarning, stacklevel=5
             )
+
+    def _serving(self, spec: KernelSpec, source: Source | KernelCompileError, gpu: Gpu) -> LoadedModule:
+        """Return the module that serves now; raises the failure where there is none."""
+        if isinstance(source, KernelCompileError):
+            self._note(spec, (str(source), gpu.target), gpu, str(source))
+        good = self._good.get((spec, gpu.index))
+        if good is None:
+            assert isinstance(source, Source)  # else it was refused before
+            raise KernelCompileError(self._failed[_failure(source, gpu)])
         return good.module
 
     def _obtain(self, spec: KernelSpec, source: Source, gpu: Gpu, left: int) -> LoadedModule:

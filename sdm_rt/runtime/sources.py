@@ -178,6 +178,16 @@ class SourceTree:
             seen.update(read.stamps)
         return True
 
+    def known(self, spec: KernelSpec) -> Source | None:
+        """Return the source of ``spec`` as it was read, where its files are untouched since."""
+        read = self._reads.get(spec)
+        return read.source if read is not None and read.is_current(_chosen()) else None
+
+    def forget(self, specs: Iterable[KernelSpec]) -> None:
+        """Read ``specs`` again at their next use, as if their files had been touched."""
+        for spec in specs:
+            self._reads.pop(spec, None)
+
     def source(self, spec: KernelSpec) -> Source:
         """Return the current expanded source of ``spec``.
 
@@ -186,9 +196,8 @@ class SourceTree:
         KernelCompileError
             If the file or a header is missing.
         """
-        known = self._reads.get(spec)
-        if known is not None and known.is_current(_chosen()):
-            return known.source
+        if (known := self.known(spec)) is not None:
+            return known
         now = time.time_ns()
         folder = find_kernels()
         source = expand(spec, folder)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sdm_rt.plan.phase1_backward import PAIRS_EACH
 from tests.kernels.backends import BACKENDS, Backend, require
 from tests.kernels.phase1 import Chunks, make_chunks
 from tests.kernels.phase1_backward import (
@@ -66,6 +67,20 @@ def test_gates(backend: Backend, gates: str, gate_per_write: bool) -> None:
 def test_collisions(backend: Backend, writes: str, dtype: torch.dtype) -> None:
     options = {"writes": writes, "gates": "all kinds", "gate_per_write": True, "signed_weights": True}
     check(backend, make_chunks(2, 24, 4, 5, 12, dtype, seed=1, **options), seed=1)
+
+
+def test_the_entries_that_a_thread_looks_at_change_no_bit(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """650 entries a chunk: three blocks, two, or one."""
+    chunks = make_chunks(2, 130, 3, 2, 90, seed=3, gates="some -inf", gate_per_write=True, writes="repeats")
+    found = []
+    for each in PAIRS_EACH:
+        monkeypatch.setattr("sdm_rt.plan.phase1_backward.PAIRS_EACH", (each,))
+        found.append(check(backend, chunks))
+    for other in found[1:]:
+        for name, one, two in zip(GRADIENTS, found[0], other, strict=True):
+            assert_same_bits(name, two, one)
 
 
 @pytest.mark.parametrize(("C", "W", "R"), [(1, 1, 1), (7, 3, 9), (16, 40, 2), (65, 4, 3), (130, 3, 2)])

@@ -7,6 +7,7 @@ CuPy's own compile function for a fixed architecture and keeps the machine code 
 from __future__ import annotations
 
 import contextlib
+import threading
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -21,6 +22,14 @@ HOPPER = Gpu(0, "fake H100", (9, 0))
 SPEC = KernelSpec("small.cu", ("small",), (("SCALE", "2"),))
 SMALL_CU = '#include "small.cuh"\nextern "C" __global__ void small(float* x) { x[0] = scaled(x[0]); }\n'
 SMALL_CUH = "#pragma once\n__device__ float scaled(float x) { return SCALE * x; }\n"
+
+
+current = threading.local()
+"""``device``: the GPU that a thread has made current."""
+
+
+def make_current(index: int) -> None:
+    current.device = index
 
 
 class FakeModule:
@@ -63,6 +72,7 @@ def install(setattr: Any, arch: str = "90") -> None:
     setattr(compiler, "function", SimpleNamespace(Module=FakeModule))
     setattr(cupy, "RawModule", FakeRawModule)
     setattr(cupy.cuda, "Device", lambda index: contextlib.nullcontext())
+    setattr(cupy.cuda.runtime, "setDevice", make_current)
     FakeModule.loaded = []
 
 

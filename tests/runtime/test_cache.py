@@ -5,12 +5,15 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from sdm_rt.runtime import cache
+from sdm_rt.runtime import cache, cores
 from sdm_rt.runtime.compile import CupyBuilder, Kernels
 from tests.runtime.conftest import write_sources
 from tests.runtime.cupy_without_gpu import HOPPER, SPEC, FakeModule
@@ -108,6 +111,30 @@ def test_a_disk_that_takes_nothing_only_warns_once(
         warnings.simplefilter("error")
         Kernels(CupyBuilder()).load(SPEC, HOPPER)
     assert len(FakeModule.loaded) == 2
+
+
+@pytest.mark.usefixtures("sources")
+def test_kernels_that_compile_side_by_side_share_one_folder_of_their_own(
+    kernels: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the wanted one cannot be made. Slow to find that out, so that all of them are at it."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SDM_RT_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(cores, "usable_cores", lambda: list(range(6)))
+    made: list[str] = []
+
+    def slow(**options: str) -> str:
+        time.sleep(0.1)
+        made.append(str(tmp_path / f"{options['prefix']}{len(made)}"))
+        os.mkdir(made[-1])
+        return made[-1]
+
+    monkeypatch.setattr(cache, "tempfile", SimpleNamespace(mkdtemp=slow))
+    specs = [replace(SPEC, defines=(("SCALE", str(scale)),)) for scale in range(2, 8)]
+    with pytest.warns(RuntimeWarning, match="compile cache cannot be made") as warned:
+        kernels.load_all(specs, HOPPER)
+    assert len(made) == len(warned) == 1
+    assert len(list((Path(made[0]) / cache.CUBINS).iterdir())) == 6
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -18,7 +20,7 @@ from sdm_rt.runtime.dependencies import load_cupy
 from sdm_rt.runtime.device import Gpu
 from sdm_rt.runtime.kernel import KernelSpec
 from sdm_rt.runtime.sources import SETTLED_NS, expand
-from tests.runtime.cupy_without_gpu import HOPPER, SMALL_CUH, SPEC, FakeModule
+from tests.runtime.cupy_without_gpu import HOPPER, SMALL_CUH, SPEC, FakeModule, current
 
 BROKEN = SMALL_CUH + "int broken = no_such_name;\n"
 pytestmark = pytest.mark.usefixtures("sources")
@@ -84,19 +86,139 @@ def test_several_kernels_compile_side_by_side(kernels: Kernels, monkeypatch: pyt
     assert [kernels.load(spec, HOPPER) for spec in specs] == modules
 
 
+def test_threads_that_compile_have_the_gpu_current(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else CuPy, going back to GPU 0, which new threads have, would make a context on it."""
+    devices: list[int] = []
+    watched = compile_module.watched_cache
+
+    def note(*arguments: Any) -> cache.KernelCache:
+        devices.append(current.device)
+        return watched(*arguments)
+
+    monkeypatch.setattr(compile_module, "watched_cache", note)
+    specs = [replace(SPEC, defines=(("SCALE", str(scale)),)) for scale in range(2, 5)]
+    kernels.load_all(specs, replace(HOPPER, index=3))
+    assert devices == [3, 3, 3]
+    assert not hasattr(current, "device")  # of the calling thread
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
+    """What is compiled, in the order of its start."""
+    started: list[KernelSpec] = []
+    compile_one = CupyBuilder.compile
+
+    def note(self: CupyBuilder, spec: KernelSpec, *rest: Any) -> Any:
+        started.append(spec)
+        return compile_one(self, spec, *rest)
+
+    monkeypatch.setattr(CupyBuilder, "compile", note)
+    return started
+
+
+@pytest.mark.parametrize("broken_first", [False, True])
 def test_one_broken_kernel_of_several_spoils_no_other(
-    kernels: Kernels, sources: Path, monkeypatch: pytest.MonkeyPatch
+    kernels: Kernels, sources: Path, compiled: list[KernelSpec], broken_first: bool
 ) -> None:
     (sources / "broken.cu").write_text(BROKEN)
     broken, absent = replace(SPEC, file="broken.cu"), replace(SPEC, file="absent.cu")
+    order = [broken, SPEC] if broken_first else [SPEC, broken]
     with pytest.raises(KernelCompileError, match=r"broken\.cu.*\(3\): error"):
-        kernels.load_all([SPEC, broken, absent], HOPPER)
-    with pytest.raises(KernelCompileError, match=r"cannot open 'absent\.cu'"):
-        kernels.load_all([absent, SPEC, broken], HOPPER)
-    monkeypatch.setattr(CupyBuilder, "compile", lambda *a: pytest.fail("compiled a second time"))
+        kernels.load_all(order, HOPPER)
+    assert sorted(compiled) == sorted(order)
     kernels.load(SPEC, HOPPER)
-    with pytest.raises(KernelCompileError, match=r"broken\.cu"):
-        kernels.load(broken, HOPPER)
+    for one in (broken, absent):
+        with pytest.raises(KernelCompileError, match=one.file.replace(".", r"\.")):
+            kernels.load_all([replace(SPEC, defines=(("SCALE", "7"),)), one], HOPPER)
+    assert len(compiled) == 2  # nothing again, and nothing beside what cannot be
+
+
+def test_a_broken_header_fails_once_for_all_kernels_that_have_it(
+    kernels: Kernels, sources: Path, compiled: list[KernelSpec]
+) -> None:
+    (sources / "small.cuh").write_text(BROKEN)
+    specs = [replace(SPEC, defines=(("SCALE", str(scale)),)) for scale in range(2, 6)]
+    for _ in range(3):
+        with pytest.raises(KernelCompileError, match=r"small\.cuh.*\(3\): error"):
+            kernels.load_all(specs, HOPPER)
+        assert len(compiled) == 4
+
+
+def test_an_edit_beside_a_broken_kernel_is_not_lost(kernels: Kernels, sources: Path) -> None:
+    first = loaded_and_edited(kernels, sources)
+    (sources / "broken.cu").write_text(BROKEN)
+    time.sleep(2e-9 * SETTLED_NS)
+    with pytest.raises(KernelCompileError):
+        kernels.load_all([replace(SPEC, file="broken.cu"), SPEC], HOPPER)
+    assert not kernels.are_current([SPEC], first)
+
+
+@pytest.mark.parametrize("error", [NotPrecompiledError, KeyboardInterrupt])
+def test_an_edit_whose_compile_was_stopped_is_not_lost(
+    kernels: Kernels, sources: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    first = loaded_and_edited(kernels, sources)
+    with monkeypatch.context() as stopped:
+        if error is NotPrecompiledError:
+            stopped.setenv("SDM_RT_JIT", "0")
+        else:
+            stopped.setattr(CupyBuilder, "compile", raising(error))
+        with pytest.raises(error):
+            kernels.load(SPEC, HOPPER)
+    assert not kernels.are_current([SPEC], first)
+    kernels.load(SPEC, HOPPER)
+    assert FakeModule.loaded[0] != FakeModule.loaded[1]
+
+
+def loaded_and_edited(kernels: Kernels, sources: Path) -> int:
+    """Load SPEC, edit its header; return the generation between."""
+    time.sleep(2e-9 * SETTLED_NS)
+    kernels.load(SPEC, HOPPER)
+    assert kernels.are_current([SPEC], kernels.generation)
+    (sources / "small.cuh").write_text(SMALL_CUH.replace("SCALE * x", "SCALE + x"))
+    time.sleep(2e-9 * SETTLED_NS)
+    return kernels.generation
+
+
+def raising(error: type[BaseException]) -> Any:
+    def stop(*_arguments: Any) -> None:
+        raise error
+
+    return stop
+
+
+def test_loaded_kernels_do_not_wait_for_a_compile(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    time.sleep(2e-9 * SETTLED_NS)
+    module = kernels.load(SPEC, HOPPER)
+    begun, done = threading.Event(), threading.Event()
+
+    def wait(*_arguments: Any) -> Any:
+        begun.set()
+        assert done.wait(30)
+        return module
+
+    monkeypatch.setattr(CupyBuilder, "compile", wait)
+    other = replace(SPEC, defines=(("SCALE", "7"),))
+    thread = threading.Thread(target=lambda: kernels.load(other, HOPPER))
+    thread.start()
+    assert begun.wait(30)
+    assert kernels.load_all([SPEC], HOPPER) == [module]
+    done.set()
+    thread.join()
+
+
+def test_a_thread_that_outlives_the_main_one_still_compiles() -> None:
+    """Python's pools take no work then; the thread does it by itself."""
+    program = (
+        "import threading, time\n"
+        "from sdm_rt.runtime.cores import side_by_side\n"
+        "def work():\n"
+        "    time.sleep(0.5)\n"
+        "    print(list(side_by_side(abs, [-1, -2, -3])))\n"
+        "threading.Thread(target=work).start()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "[1, 2, 3]\n"
 
 
 def test_each_gpu_has_its_own_module(kernels: Kernels) -> None:
@@ -217,6 +339,31 @@ def test_another_threads_compile_meanwhile_uses_its_own_cache(
     kernels.load(SPEC, HOPPER)
     assert (asked, found) == (["a kernel of the user"], [b"theirs"])
     assert compiler._kernel_cache_backend is users
+
+
+def test_a_cache_that_another_thread_swaps_meanwhile_does_no_harm(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other thread reads CuPy's cache, sets its own, and sets what it has read when all is over."""
+    compiler = load_cupy().cuda.compiler
+    users, watched, found = compiler._kernel_cache_backend, compile_module.watched_cache, []
+
+    def watched_meanwhile(spec: Any, source: Any, gpu: Any, on_miss: Any) -> cache.KernelCache:
+        def swap() -> None:
+            found.append(compiler._kernel_cache_backend)
+            compiler._set_kernel_cache_backend(users)
+
+        return watched(spec, source, gpu, swap)
+
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(compile_module, "watched_cache", watched_meanwhile)
+        kernels.load(SPEC, HOPPER)
+    try:
+        compiler._set_kernel_cache_backend(found[0])
+        kernels.load(replace(SPEC, defines=(("SCALE", "9"),)), HOPPER)
+        assert compiler._kernel_cache_backend.load("a kernel of the user") is None
+    finally:
+        compiler._set_kernel_cache_backend(users)
 
 
 def test_a_precompiled_kernel_equals_the_run_time_build(

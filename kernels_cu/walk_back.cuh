@@ -12,16 +12,17 @@
 #define TILE 32       // rows of a tile of X and QX
 #define MAX_PAIRS 16  // pairs of columns of a tile
 #define WIDE_GRADIENT (sizeof(GRADIENT) > sizeof(BANK))
-#define BATCH (WIDE_GRADIENT ? 2 : 4)  // rows of a lane in the GWR; two batches under way
-#define SLOTS (WIDE_GRADIENT ? 2 : 4)  // slots of a team under way at once
-#define LANES (COLUMNS / WORD)         // of a team, which holds a slice of a row
-#define TEAMS (32 / LANES)             // of a warp
-#define UNIT (TEAMS * SLOTS)           // slots of a warp under way at once
-#define GROUPS (COLUMNS / 4)           // of four columns, in the d_u update
-#define UNITS_BESIDE_UPDATE 2          // of read slots, for a warp without a part in the d_u update
-#define PLANES (WORD / 4)              // of a row in shared memory
-#define AHEAD 2                        // first entries of a slot whose terms come with the slot's rows
-#define TILES_AT (14 * WARPS * UNIT)   // in shared memory, in floats
+#define FEW (WIDE_GRADIENT || VECTOR == 1)  // registers: rows are wide, or a value a register
+#define BATCH (FEW ? 2 : 4)                 // rows of a lane in the GWR; two batches under way
+#define SLOTS (FEW ? 2 : 4)                 // slots of a team under way at once
+#define LANES (COLUMNS / WORD)              // of a team, which holds a slice of a row
+#define TEAMS (32 / LANES)                  // of a warp
+#define UNIT (TEAMS * SLOTS)                // slots of a warp under way at once
+#define GROUPS (COLUMNS / 4)                // of four columns, in the d_u update
+#define UNITS_BESIDE_UPDATE 2               // of read slots, for a warp without a part in the d_u update
+#define PLANES (WORD / 4)                   // of a row in shared memory
+#define AHEAD 2                             // first entries of a slot whose terms come with the slot's rows
+#define TILES_AT (14 * WARPS * UNIT)        // in shared memory, in floats
 static_assert(AHEAD * UNIT <= 32);
 
 struct __align__(8) Entry {

@@ -4,9 +4,6 @@
 
 #include "walk_back.cuh"
 
-// Of the code of a slot: one, since a step goes through all of it. Rows of single values have no registers for that.
-#define COPIES (VECTOR == 1 ? SLOTS : 1)
-
 // Moves what is held of the next slots up by one: a loop over slots then has its code once, and registers for all.
 template <class T>
 static __device__ __forceinline__ void take_next(T (&held)[SLOTS]) {
@@ -133,7 +130,7 @@ struct WrittenRows : Rows {
                 query_terms()[lane] = query_term;
             }
             __syncwarp();
-#pragma unroll COPIES
+#pragma unroll 1
             for (int w = 0; w < SLOTS; ++w) {
                 float share[2];
                 finish_slot(step, w, after[0], before[0], share[0], share[1]);
@@ -256,7 +253,7 @@ struct ReadRows : Rows {
             if (lane < AHEAD * UNIT) query_terms()[lane] = term;
             __syncwarp();
             float share[SLOTS] = {};
-#pragma unroll COPIES
+#pragma unroll 1
             for (int w = 0; w < SLOTS; ++w) {
                 const int at = w * TEAMS + team();
                 const ReadSlot record = unit_records[at];

@@ -21,6 +21,7 @@ from sdm_rt.plan.column_slices import (
     slice_choices,
 )
 from sdm_rt.plan.device import DeviceModel
+from sdm_rt.plan.forward import vector_values
 from sdm_rt.plan.launch import Argument, Launch, int32s, pointers
 from sdm_rt.plan.phase1 import RECORD_BYTES, capacity, read_capacity
 from sdm_rt.plan.shapes import WriteReadShape, dtype_bytes
@@ -40,7 +41,7 @@ __all__ = [
 WORD_BYTES = 16
 TILE_ROWS = 32
 TILE_PAIRS = 16  # most pairs of columns in a tile
-TEAM_SLOTS = 4  # of a team under way at once; half as many where gradient rows are the wider ones
+TEAM_SLOTS = 4  # of a team under way at once; half as many where rows take more registers
 SLOT_BYTES = 56  # of a slot under way: its record, its first two K and Q entries, where its Q entries lie
 PARTIAL_BYTES = 64 * 2**20  # of partial sums in a slab
 SUM_THREADS = 256
@@ -123,7 +124,9 @@ def _shared_memory(
     shape: WriteReadShape, config: PersistentConfig, list_tokens: int, in_place: bool, overlap: bool
 ) -> int:
     C, columns = shape.chunk, config.columns(shape)
-    team_slots = TEAM_SLOTS if shape.gradient_bank_dtype == shape.bank_dtype else TEAM_SLOTS // 2
+    by_value = vector_values(shape) * dtype_bytes(shape.bank_dtype) < WORD_BYTES
+    few = by_value or shape.gradient_bank_dtype != shape.bank_dtype
+    team_slots = TEAM_SLOTS // 2 if few else TEAM_SLOTS
     units = config.threads // 32 * (32 * WORD_BYTES // config.slice_bytes) * team_slots
     pairs = min(TILE_PAIRS, config.threads // (columns // 4), config.own_tokens(shape) // 2)
     tiles = 2 * TILE_ROWS * pairs * 16

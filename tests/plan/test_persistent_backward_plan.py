@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -83,6 +84,15 @@ def test_cut_slab_and_shared_memory_of_the_known_cases(
     assert walk.shared_memory == by_hand == need
     assert plan.slab_steps == slab_steps
     assert numbers["slab_chunks"] == slab_steps * shape.streams
+
+
+@pytest.mark.parametrize("changes", [{"alignment": 2}, {"gradient_bank_dtype": "float32"}])
+def test_rows_of_more_registers_are_half_as_many_under_way(changes: dict[str, Any]) -> None:
+    """Rows loaded value by value, and wide gradients: 56 bytes a slot less for two of a team's four."""
+    rest = {"head_dim": 64, "alignment": 16}  # one narrow slice, whatever the alignment
+    _, most = planned(dataclasses.replace(FLAGSHIP, **rest))
+    _, few = planned(dataclasses.replace(FLAGSHIP, **rest | changes))
+    assert most.shared_memory - few.shared_memory == 56 * 16 * 4 * 2
 
 
 def test_a_slab_keeps_its_partial_sums_within_the_budget() -> None:

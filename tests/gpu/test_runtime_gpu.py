@@ -50,6 +50,39 @@ print(readings.float().sum().item())
 """
 
 
+# Several kernels, which threads compile, of a process that uses its second GPU alone.
+ON_THE_SECOND = """
+import ctypes
+import torch
+torch.cuda.set_device(1)
+from sdm_rt import sdm_write_read
+from sdm_rt.runtime import driver
+from tests.problems import make_problem
+problem = make_problem(2, 8, 8, 8, 24, 32).cast(torch.bfloat16)
+tensors = {name: x.cuda() for name, x in problem.inputs().items()}
+sdm_write_read(problem.memory.cuda(), **tensors, num_memory_slots=32, num_parallel=2)
+torch.cuda.synchronize()
+for device in (0, 1):
+    flags, active = ctypes.c_uint(), ctypes.c_int()
+    driver.library().cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active))
+    print(active.value)
+"""
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_process_of_another_gpu_makes_no_context_on_the_first(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ON_THE_SECOND],
+        cwd=ROOT,
+        env={**os.environ, "SDM_RT_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr.count("sdm_rt: compiling") > 1 or os.environ.get("SDM_RT_PROGRESS") == "0"
+    assert done.stdout.split() == ["0", "1"]
+
+
 def first_call(**variables: str) -> subprocess.CompletedProcess[str]:
     # The progress line tells what was compiled, whatever the caller of the tests has set.
     environment = {**os.environ, "SDM_RT_PROGRESS": "1", **variables}

@@ -33,7 +33,7 @@ struct Tile {
     // column D on, and everywhere where the token is not `present`.
     __device__ __forceinline__ void fetch(int token, const T* row, int column, int D, bool present) {
         constexpr int WORD = 16 / static_cast<int>(sizeof(T)), WORDS = DEPTH / WORD, LOADERS = THREADS / TILE;
-        constexpr int PIECE = VECTOR * static_cast<int>(sizeof(T)) >= 8 ? WORD : 1;
+        constexpr int PIECE = VECTOR > 1 ? WORD : 1;
 #pragma unroll
         for (int w = 0; w < WORDS; w += LOADERS) {
             const int word = (w + threadIdx.x % LOADERS) * WORD;

@@ -16,6 +16,7 @@
 // Shared  dynamic, 4 * min(ROWS, C) * C bytes: the block's rows.
 #include "chunk.cuh"
 #include "entries.cuh"
+#include "peers.cuh"
 
 #define ROWS 8
 #define SHORT 8  // partners of a lane that its own thread goes through; of more, the whole warp does
@@ -33,13 +34,9 @@ static __device__ __forceinline__ Partners of_lane(const Partners& x, int lane) 
 
 // Adds the terms of the threads that have one to their tokens' cells; threads of one token take turns, lowest first.
 static __device__ __forceinline__ void add_by_lane(float* row, int token, float term, bool adds) {
-    unsigned same = __ballot_sync(ALL, adds);
-    if (same == 0) return;
-#pragma unroll
-    for (int bit = 0; bit < 8; ++bit) {
-        const unsigned set = __ballot_sync(ALL, token >> bit & 1);
-        same &= token >> bit & 1 ? set : ~set;
-    }
+    const unsigned threads = __ballot_sync(ALL, adds);
+    if (threads == 0) return;
+    const unsigned same = peers_of<8>(token, threads);
     const int turn = __popc(same & (1u << threadIdx.x % 32) - 1);
     for (int now = 0; __any_sync(ALL, adds && turn >= now); ++now) {
         if (adds && turn == now) row[token] += term;
@@ -73,25 +70,15 @@ extern "C" __global__ void __launch_bounds__(32 * ROWS, 4)
         const auto add_range = [&](const Partners& range, float weight) {
             const LogDecay l = range.log();
             for (int first = range.begin(); first < range.end(); first += 32) {
-                int token = C;
+                int token = 0;
                 float term = 0.0f;
+                bool adds = false;
                 if (first + thread < range.end()) {
                     const EntryRecord entry = write_entries[first + thread];
-                    token = entry.token();
-                    if (token <= last) term = weight * entry.weight * exp_of(l - entry.log());
+                    token = entry.token(), adds = token <= last;
+                    if (adds) term = weight * entry.weight * exp_of(l - entry.log());
                 }
-                // Entries of one token follow each other: with repeats they take turns.
-                const int before = __shfl_up_sync(ALL, token, 1);
-                const bool repeat = thread > 0 && before == token && token <= last;
-                if (__any_sync(ALL, repeat)) {
-                    for (int turn = 0; turn < 32; ++turn) {
-                        if (turn == thread && token <= last) row[token] += term;
-                        __syncwarp();
-                    }
-                } else if (token <= last) {
-                    row[token] += term;
-                }
-                __syncwarp();
+                add_by_lane(row, token, term, adds);
             }
         };
         // What a lane meets is on its way while the lanes before it are added.

@@ -18,6 +18,7 @@
 // Shared  static: one counter for each digit and warp. Dynamic, if IN_SHARED: 2 C (W + R) items.
 #include "chunk.cuh"
 #include "entries.cuh"
+#include "peers.cuh"
 
 #define WARPS (THREADS / 32)
 #define DIGIT_BITS 8  // of the widest digit
@@ -53,16 +54,6 @@ static __device__ __forceinline__ void scan_counters(int* counters, int* warp_su
         }
     }
     __syncthreads();
-}
-
-// The lanes among `lanes` whose digit is this lane's own.
-static __device__ __forceinline__ unsigned peers_of(unsigned digit, unsigned lanes) {
-#pragma unroll
-    for (int bit = 0; bit < DIGIT_BITS; ++bit) {
-        const int sign = static_cast<int>(digit << (31 - bit));  // the bit, where a shift spreads it
-        lanes &= ~(__ballot_sync(ALL, sign < 0) ^ sign >> 31);
-    }
-    return lanes;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
@@ -164,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
                 const bool inside = base + lane < end;
                 const ITEM item = inside ? from[base + lane] : 0;
                 const unsigned digit = digit_of(item);
-                const unsigned peers = peers_of(digit, __ballot_sync(ALL, inside));
+                const unsigned peers = peers_of<DIGIT_BITS>(digit, __ballot_sync(ALL, inside));
                 const int place = mine[digit] + __popc(peers & lanes_before);
                 __syncwarp();
                 if (inside) to[place] = item;

@@ -8,7 +8,6 @@ and the last good module, which goes on serving while an edited source does not 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib
 import sys
 import threading
@@ -16,7 +15,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -79,20 +77,8 @@ def watched_cache(spec: KernelSpec, source: Source, gpu: Gpu, on_miss: OnMiss) -
     start = time.perf_counter()
 
     def saved(name: str, cubin: bytes) -> None:
-        disk.Entry(
-            file=spec.file,
-            entries=spec.entries,
-            defines=" ".join(f"{macro}={value}" for macro, value in spec.defines),
-            target=gpu.target,
-            options=" ".join(nvrtc.OPTIONS),
-            digest=source.digest,
-            compiler="NVRTC {}.{}".format(*nvrtc.nvrtc_version()),
-            seconds=round(time.perf_counter() - start, 3),
-            size=len(cubin),
-            sha256=hashlib.sha256(cubin).hexdigest(),
-            built=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            cubin=name,
-        ).write(folder / disk.MANIFEST)
+        entry = precompile.new_entry(spec, source, gpu.target, start, cubin, name)
+        entry.write(folder / disk.MANIFEST)
 
     return disk.KernelCache(backend(str(folder / disk.CUBINS)), on_miss, saved)
 
@@ -264,9 +250,9 @@ class Kernels:
         wanted = list(dict.fromkeys(specs))
         if self._noted.specs is not None:
             self._noted.specs.update(wanted)
-        ready = [self._loaded(spec, gpu) for spec in wanted]
-        if None not in ready:  # without the lock: another thread may hold it while it compiles
-            return [module for module in ready if module is not None]
+        ready = [module for spec in wanted if (module := self._module_of(spec, self._tree.known(spec), gpu))]
+        if len(ready) == len(wanted):  # without the lock: another thread may hold it while it compiles
+            return ready
         with self._lock:
             sources = {spec: self._read(spec) for spec in wanted}
             missing = {
@@ -285,11 +271,12 @@ class Kernels:
                 self._keep(spec, missing[spec], gpu, result)
             return [self._serving(spec, sources[spec], gpu) for spec in wanted]
 
-    def _loaded(self, spec: KernelSpec, gpu: Gpu) -> LoadedModule | None:
-        """Return the module of the present source, if it is at hand."""
-        good, source = self._good.get((spec, gpu.index)), self._tree.known(spec)
-        fits = good is not None and source is not None and good.digest == source.digest
-        return good.module if good is not None and fits else None
+    def _module_of(self, spec: KernelSpec, source: Source | None, gpu: Gpu) -> LoadedModule | None:
+        """Return the module that was built of a source, if it is at hand."""
+        good = self._good.get((spec, gpu.index))
+        return (
+            good.module if good is not None and source is not None and good.digest == source.digest else None
+        )
 
     def _read(self, spec: KernelSpec) -> Source | KernelCompileError:
         try:
@@ -298,9 +285,7 @@ class Kernels:
             return error
 
     def _must_build(self, spec: KernelSpec, source: Source, gpu: Gpu) -> bool:
-        good = self._good.get((spec, gpu.index))
-        loaded = good is not None and good.digest == source.digest
-        return not loaded and _failure(source, gpu) not in self._failed
+        return self._module_of(spec, source, gpu) is None and _failure(source, gpu) not in self._failed
 
     def _refuse_known_failures(
         self, sources: dict[KernelSpec, Source | KernelCompileError], gpu: Gpu

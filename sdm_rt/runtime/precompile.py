@@ -19,7 +19,7 @@ from sdm_rt.runtime.kernel import KernelSpec
 from sdm_rt.runtime.nvrtc import OPTIONS, compile_source, nvrtc_version, offline_options
 from sdm_rt.runtime.sources import Source, expand, find_kernels
 
-__all__ = ["SCHEMA", "find", "key", "precompile"]
+__all__ = ["SCHEMA", "find", "key", "new_entry", "precompile"]
 
 SCHEMA = 1
 
@@ -57,26 +57,41 @@ def precompile(
     folder.mkdir(parents=True, exist_ok=True)
     kernels = find_kernels()
     targets = tuple(targets)
-    wanted = [(spec, expand(spec, kernels), target) for spec in specs for target in targets]
+    sources = ((spec, expand(spec, kernels)) for spec in specs)
+    wanted = [(spec, source, target) for spec, source in sources for target in targets]
 
     def provide(one: tuple[KernelSpec, Source, str]) -> tuple[KernelSpec, str, Path, bool]:
         spec, source, target = one
         path = folder / f"{key(source, target)}.cubin"
         if find(folder, source, target) is not None:
             return spec, target, path, False
-        _compile_into(path, spec, source, target)
+        start = time.perf_counter()
+        cubin = compile_source(source.text, target, spec.file).cubin
+        entry = new_entry(spec, source, target, start, cubin, path.name)
+        write_atomic(path, cubin)
+        entry.write(folder)
         return spec, target, path, True
 
     yield from side_by_side(provide, wanted)
 
 
-def _compile_into(path: Path, spec: KernelSpec, source: Source, target: str) -> None:
-    """Compile a source into a folder's file, with its entry beside it."""
-    start = time.perf_counter()
-    cubin = compile_source(source.text, target, spec.file).cubin
-    seconds = time.perf_counter() - start
-    write_atomic(path, cubin)
-    Entry(
+def new_entry(spec: KernelSpec, source: Source, target: str, start: float, cubin: bytes, name: str) -> Entry:
+    """Return the manifest's entry of machine code built just now.
+
+    Parameters
+    ----------
+    spec, source : KernelSpec, Source
+        What was compiled.
+    target : str
+        The compile target.
+    start : float
+        ``time.perf_counter()`` when the compile began.
+    cubin : bytes
+        The machine code.
+    name : str
+        The name of its file.
+    """
+    return Entry(
         file=spec.file,
         entries=spec.entries,
         defines=" ".join(f"{macro}={value}" for macro, value in spec.defines),
@@ -84,12 +99,12 @@ def _compile_into(path: Path, spec: KernelSpec, source: Source, target: str) -> 
         options=" ".join(OPTIONS),
         digest=source.digest,
         compiler="NVRTC {}.{}".format(*nvrtc_version()),
-        seconds=round(seconds, 3),
+        seconds=round(time.perf_counter() - start, 3),
         size=len(cubin),
         sha256=hashlib.sha256(cubin).hexdigest(),
         built=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        cubin=path.name,
-    ).write(path.parent)
+        cubin=name,
+    )
 
 
 def find(folder: Path, source: Source, target: str) -> Path | None:

@@ -164,8 +164,7 @@ class SourceTree:
 
     def is_current(self, spec: KernelSpec) -> bool:
         """Return whether the files of ``spec`` are untouched since ``source`` last read them."""
-        read = self._reads.get(spec)
-        return read is not None and read.is_current(_chosen())
+        return self.known(spec) is not None
 
     def are_current(self, specs: Iterable[KernelSpec]) -> bool:
         """Return whether the files of all ``specs`` are untouched; a file of several is looked at once."""

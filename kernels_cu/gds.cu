@@ -1,10 +1,14 @@
-// The read rows of a step, backwards: their gradient rows and the dots of the read weights.
+// The rows that a step reads and does not write, backwards: their gradient rows and the dots of the read weights.
 //
 //     d_q_w[i, m] = <gr[i], M0[q_idx[i, m]]>          G0[s] += sum over Q entries e of s of q_w_e gr[token(e)]
 //
-// The bank holds M0: Phase A has restored what the step had written. A team of lanes takes slots in turn, a grid apart,
-// and is the only writer of their gradient rows, which are rounded once. The rows of its next slot are on their way
-// while the dots of the present one are added.
+// The bank holds M0, for the step has not written these rows; Phase A takes those that it has (phase_a.cu). A team of
+// lanes takes slots in turn, a grid apart, and is the only writer of their gradient rows, which are rounded once. The
+// rows of its next slot are on their way while the dots of the present one are added.
+//
+// So the launch before it, Phase A, touches none of these rows, and it has waited for all that came earlier before it
+// lets this grid start. This grid works beside it and waits at its end alone, for the sake of those that wait for this
+// grid. Streams of one bank may read the same rows, a launch each: then it waits first.
 //
 // Macros  BANK (float, Bf16, Fp16), GRADIENT (BANK or float), VECTOR (columns of one load), LOADS (words of a lane in a
 //         slice of a row), LANES (of a team: 32, or 16 where a row has at most 16 words).
@@ -36,19 +40,34 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     };
     grad_readings += chunk_of(step, p, T, C, lengths, cu_seqlens, wide).first_row * D;
 
-    // Lane x of a team holds the record and the first term of the team's turn x.
+    // Lane x of a team holds the record and the first term of the team's slot x of LANES; `turns` has a bit for each x
+    // that is a turn of a team of this warp.
     ReadSlot held;
     ReadTerm held_term;
-    const auto load_turns = [&](int first) {
+    unsigned turns;
+    int first = (blockIdx.x * WARPS * 32 + threadIdx.x) / LANES;
+    const auto load_turns = [&] {
         const int at = first + lane * stride;
         held = ReadSlot{0, 0, 0, 0}, held_term = ReadTerm{0.0f, 0, 0, 0};
         if (at < read_slot_count[chunk()]) {
             held = read_slots[chunk() * min(static_cast<long long>(C) * R, static_cast<long long>(S)) + at];
-            held_term = term_at(held, 0);
+            if (held.written) held.count = 0;
+            if (held.count > 0) held_term = term_at(held, 0);
         }
+        turns = __ballot_sync(~0u, held.count > 0);
+        if (TEAMS == 2) turns = (turns | turns >> 16) & 0xffff;
+    };
+    // Goes to the next of the slots that have a turn, where there is one.
+    const auto find_turn = [&] {
+        while (turns == 0 && first / TEAMS * TEAMS + LANES * stride < read_slot_count[chunk()]) {
+            first += LANES * stride;
+            load_turns();
+        }
+        return turns == 0 ? 0 : __ffs(static_cast<int>(turns)) - 1;
     };
     const auto slot_of = [&](int turn) {
-        return ReadSlot{of_lane(held.slot, turn), of_lane(held.first, turn), of_lane(held.count, turn), 0};
+        const int count = turns == 0 ? 0 : of_lane(held.count, turn);
+        return ReadSlot{of_lane(held.slot, turn), of_lane(held.first, turn), count, 0};
     };
     const auto term_of = [&](int turn) {
         return ReadTerm{of_lane(held_term.q_w, turn), of_lane(held_term.code, turn), 0, 0};
@@ -60,16 +79,16 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
         incoming.load_shared_row(grad_readings + static_cast<long long>(of.token()) * D, column, D);
     };
 
-    // Records, terms and gradients of readings are older than the launch before this one: rows of the banks are not.
-    int j = (blockIdx.x * WARPS * 32 + threadIdx.x) / LANES, turn = 0, slice = 0;
-    load_turns(j);
-    ReadSlot slot = slot_of(0);
-    ReadTerm term = term_of(0);
-    GRADIENT* gradient = gradient_bank + bank_row(slot) * D;
-    if (slot.count > 0) load_incoming(term, lane * WORD);
-    ptx::pdl_wait();
+    if (shared_bank) ptx::pdl_wait();
     ptx::pdl_trigger();
+    int slice = 0;
+    load_turns();
+    int turn = find_turn();
+    ReadSlot slot = slot_of(turn);
+    ReadTerm term = term_of(turn);
+    GRADIENT* gradient = gradient_bank + bank_row(slot) * D;
     if (slot.count > 0) {
+        load_incoming(term, lane * WORD);
         after.load(gradient, lane * WORD, D);
         before.load(memory + bank_row(slot) * row_stride, lane * WORD, D);
     }
@@ -130,10 +149,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
         // The next turn's rows are asked for before this turn's last dot is added.
         ptx::renew(p);
         const bool last = slice + SLICE >= D;
-        const int coming_j = last ? j + stride : j, coming_slice = last ? 0 : slice + SLICE;
-        if (last && ++turn == LANES) {
-            turn = 0;
-            load_turns(coming_j);
+        const int coming_slice = last ? 0 : slice + SLICE;
+        if (last) {
+            turns &= turns - 1;
+            turn = find_turn();
         }
         const ReadSlot coming = slot_of(turn);
         term = term_of(turn);
@@ -146,6 +165,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
             load_incoming(term, coming_column);
         }
         add_dot(most - 1, code);
-        slot = coming, j = coming_j, slice = coming_slice;
+        slot = coming, slice = coming_slice;
     }
+    ptx::pdl_wait();
 }

@@ -6,6 +6,8 @@
 //     u = strength residual      delta = X u      y = QX u + inter      err = residual - tril(A, -1) delta
 //     M1[s] = cpe(s) M0[s] + sum of weight delta[token]; what M0[s] held is kept                     decay and write
 //
+// Clusters that start at once all want rows at the same time, and then none; so they start over start_spread cycles.
+//
 // The blocks of a cluster own pairs of tokens in turn: they gather for these tokens and compute their rows of the
 // products. Every block holds residual and delta of all tokens, inter stays with its owner; written slots go to the
 // warps of the cluster in turn.
@@ -37,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                        const void* lengths, const void* cu_seqlens, BANK* readings, float* err, void* snapshot,
                        BANK* walk_rows, long long row_stride, int step, int slab_step, int slab_chunks, int walk_steps,
                        int P, int T, int C, int W, int R, int S, int D, int shared_bank, int wide, int wide_index,
-                       int groups, int list_tokens, int in_place) {
+                       int groups, int list_tokens, int in_place, int start_spread) {
     const int p = blockIdx.y, rank = ptx::cluster_rank(), blocks = ptx::cluster_size();
     const int all_pairs = (C + 1) / 2, most_pairs = (all_pairs + blocks - 1) / blocks;
     const int pairs = min(min(MAX_PAIRS, THREADS / GROUPS), most_pairs);
@@ -93,6 +95,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const auto gather = [&] { return Gather{renewed()}; };
     const auto products = [&] { return Products{renewed()}; };
     const auto decay_write = [&] { return DecayWrite{renewed()}; };
+    const int slices = gridDim.x / blocks, clusters = slices * gridDim.y;
+    ptx::idle(static_cast<long long>(start_spread) * (p * slices + static_cast<int>(blockIdx.x) / blocks) / clusters);
     Step now = step_at(step);
     gather().fetch_lists(now, 0);
     gather().resolve_lists(now, 0);

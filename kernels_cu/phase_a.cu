@@ -3,8 +3,13 @@
 //     d_tot(s) = cpe(s) <G1[s], M0[s]>          d_k_eff[i, n] = <-beta_i lam_i, M0[k_idx[i, n]]>
 //     G0[s] = cpe(s) G1[s] + sum over K entries e of s of k_eff_e (-beta lam)[token(e)]          M[s] = M0[s]
 //
+// and of the slots that the chunk reads too what gds.cu does for the others:
+//
+//     d_q_w[i, m] = <gr[i], M0[q_idx[i, m]]>          G0[s] += sum over Q entries e of s of q_w_e gr[token(e)]
+//
 // M0 is the snapshot. A team of lanes takes slots in turn, a grid apart, and is the only writer of their rows; gradient
-// rows are rounded once. The rows of its next slot are on their way while the dots of the present one are added.
+// rows are rounded after their K entries and after their Q entries. The rows of its next slot are on their way while the
+// dots of the present one are added.
 //
 // Macros  BANK (float, Bf16, Fp16), GRADIENT (BANK or float), VECTOR (columns of one load), LOADS (words of a lane in a
 //         slice of a row), LANES (of a team: 32, or 16 where a row has at most 16 words), SNAPSHOT (1 in the bank's
@@ -12,21 +17,27 @@
 // Grid    (blocks that share the slots, P streams).
 // Block   32 * WARPS threads.
 // Reads   snapshot, snapshot_scale (decay_write.cu, keep_rows.cu); slots [chunks, capacity], slot_count [chunks],
-//         write_terms [chunks, C W]; lam [chunks, C, D], strength [chunks, C]; capacity = min(C W, S).
-// Writes  rows of gradient_bank [P*S, D] and of memory [P*S, D] (row_stride values apart); d_k_eff [chunks, C, W], of
-//         present entries alone; d_tot [chunks, capacity].
+//         write_terms [chunks, C W]; lam [chunks, C, D], strength [chunks, C]; capacity = min(C W, S). slot_reads
+//         [chunks, capacity], read_terms [chunks, C R]; grad_readings [rows, D], lengths, cu_seqlens (chunk.cuh).
+// Writes  rows of gradient_bank [P*S, D] and of memory [P*S, D] (row_stride values apart); d_k_eff [chunks, C, W] and
+//         d_q_w [chunks, C, R], of present entries of these slots alone; d_tot [chunks, capacity].
 // Sums    rows: terms in sorted order (token, then lane) onto the decayed row. Dots: the tree of rows.cuh.
 // Shared  none.
+#include "chunk.cuh"
 #include "entries.cuh"
 #include "row_teams.cuh"
 
 #define WARPS 8
+// The row of gr of a turn's first Q entry comes a turn ahead where registers suffice.
+constexpr bool AHEAD = LOADS == 1 && VECTOR > 1;
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     phase_a(GRADIENT* gradient_bank, BANK* memory, const void* snapshot, const float* snapshot_scale,
             const SlotRecord* slots, const int* slot_count, const WriteTerm* write_terms, const float* lam,
-            const float* strength, float* d_k_eff, float* d_tot, long long row_stride, int step, int P, int C, int W,
-            int S, int D, int shared_bank) {
+            const float* strength, const int2* slot_reads, const ReadTerm* read_terms, const BANK* grad_readings,
+            const void* lengths, const void* cu_seqlens, float* d_k_eff, float* d_q_w, float* d_tot,
+            long long row_stride, int step, int P, int T, int C, int W, int R, int S, int D, int shared_bank,
+            int wide) {
     const int lane = threadIdx.x % LANES, stride = gridDim.x * WARPS * TEAMS;
     int p = blockIdx.y;  // renewed in each turn: no address of the chunk's arrays stays in registers
     const auto chunk = [&] { return static_cast<long long>(step) * P + p; };
@@ -34,20 +45,28 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
         return chunk() * min(static_cast<long long>(C) * W, static_cast<long long>(S)) + at;
     };
     const auto term_at = [&](const SlotRecord& of, int e) { return write_terms[chunk() * C * W + of.first + e]; };
+    const auto query_at = [&](int e) { return read_terms[chunk() * C * R + e]; };
     const auto bank_row = [&](const SlotRecord& of) {
         return (shared_bank ? 0 : static_cast<long long>(p) * S) + of.slot;
     };
     const auto beta_of = [&](const WriteTerm& of) { return -strength[chunk() * C + of.token()]; };
+    grad_readings += chunk_of(step, p, T, C, lengths, cu_seqlens, wide).first_row * D;
 
-    // Lane x of a team holds the record, the first term and its -beta of the team's turn x.
+    // Lane x of a team holds the record, the first term and its -beta of the team's turn x; where its Q entries begin and
+    // how many they are; if AHEAD, the first of them.
     SlotRecord held;
     WriteTerm held_term;
     float held_beta;
+    int2 held_reads;
+    ReadTerm held_query;
     const auto load_turns = [&](int first) {
         const int at = first + lane * stride;
         held = SlotRecord{0, 0, 0, 0.0f}, held_term = WriteTerm{0.0f, 0.0f, 0, 0}, held_beta = 0.0f;
+        held_reads = make_int2(0, 0), held_query = ReadTerm{0.0f, 0, 0, 0};
         if (at < slot_count[chunk()]) {
             held = slots[kept_row(at)];
+            held_reads = slot_reads[kept_row(at)];
+            if (AHEAD && held_reads.y > 0) held_query = query_at(held_reads.x);
             held_term = term_at(held, 0);
             held_beta = beta_of(held_term);
         }
@@ -63,12 +82,26 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     RowSlice<GRADIENT> after;
     KeptSlice before;
     RowSlice<float> adjoint;
+    RowSlice<BANK> incoming;  // gr of a Q entry
     const auto load_kept = [&](int at, int column) { before.load(snapshot, snapshot_scale, kept_row(at), column, D); };
     const auto load_adjoint = [&](const WriteTerm& of, int column) {
         adjoint.load_shared_row(lam + (chunk() * C + of.token()) * D, column, D);
     };
+    const auto load_incoming = [&](const ReadTerm& of, int column) {
+        incoming.load_shared_row(grad_readings + static_cast<long long>(of.token()) * D, column, D);
+    };
+    const auto query_of = [&](int turn) {
+        return ReadTerm{of_lane(held_query.q_w, turn), of_lane(held_query.code, turn), 0, 0};
+    };
+    const auto load_first_incoming = [&](int turn, int column) {
+        const ReadTerm query = query_of(turn);
+        const int reads = of_lane(held_reads.y, turn);
+        incoming = {};
+        if (reads > 0) load_incoming(query, column);
+    };
 
-    // Records, terms, strength and snapshot are the forward's: they may be read before the wait.
+    // Records, terms, strength and snapshot are the forward's, and the launch before this one writes no gradient row: they
+    // may be read before the wait.
     int j = (blockIdx.x * WARPS * 32 + threadIdx.x) / LANES, turn = 0, slice = 0;
     if (j < slot_count[chunk()]) load_kept(j, lane * WORD);
     load_turns(j);
@@ -77,12 +110,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     float beta = of_lane(held_beta, 0);
     GRADIENT* gradient = gradient_bank + bank_row(slot) * D;
     BANK* bank = memory + bank_row(slot) * row_stride;
+    if (slot.count > 0) after.load(gradient, lane * WORD, D);
+    if constexpr (AHEAD) load_first_incoming(0, lane * WORD);
     ptx::pdl_wait();
     ptx::pdl_trigger();
-    if (slot.count > 0) {
-        after.load(gradient, lane * WORD, D);
-        load_adjoint(term, lane * WORD);
-    }
+    if (slot.count > 0) load_adjoint(term, lane * WORD);
 
     float total = 0.0f;
     while (most_of_teams(slot.count) > 0) {  // a slice of a slot of each team
@@ -99,10 +131,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
                 value[l][c] = fmaf(weight, change[c], value[l][c]);
             }
         };
-        // Adds the dot of entry `e`, whose lane and token are `code`, where the team has one.
-        const auto add_dot = [&](int e, int code) {
-            float* const out = d_k_eff + (chunk() * C + entry_token(code)) * W + entry_lane(code);
-            const bool writes = lane == 0 && e < slot.count;
+        // Adds the dot of an entry, whose lane and token are `code`, where the team has one.
+        const auto add_dot = [&](bool given, float* dots, int lanes, int code) {
+            float* const out = dots + (chunk() * C + entry_token(code)) * lanes + entry_lane(code);
+            const bool writes = lane == 0 && given;
             const float before_slice = writes && slice > 0 ? *out : 0.0f;
             const float sum = add_team(before_slice, dot, slice, D);
             if (writes) *out = sum;
@@ -126,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
         const int most = most_of_teams(slot.count);
         int code = term.code;
         for (int e = 1; e < most; ++e) {
-            add_dot(e - 1, code);
+            add_dot(e - 1 < slot.count, d_k_eff, W, code);
             if (e >= slot.count) continue;
             if constexpr (SNAPSHOT <= 2) renew_words(before);
             const WriteTerm now = term_at(slot, e);
@@ -139,6 +171,40 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
                 before.word(l, restored);
                 dot[l] = 0.0f;
                 add_term(l, restored, beta * now.k_eff);
+            }
+        }
+        const int reads = of_lane(held_reads.y, turn), most_reads = most_of_teams(reads);
+        if (most_reads > 0) {
+            const int first_read = of_lane(held_reads.x, turn);
+            ReadTerm now{};
+            if constexpr (AHEAD) now = query_of(turn);
+            add_dot(most - 1 < slot.count, d_k_eff, W, code);
+#pragma unroll
+            for (int l = 0; l < LOADS; ++l)
+#pragma unroll
+                for (int c = 0; c < WORD; ++c) value[l][c] = round_to<GRADIENT>(value[l][c]);
+            for (int e = 0; e < most_reads; ++e) {
+                if constexpr (SNAPSHOT <= 2) renew_words(before);
+#pragma unroll
+                for (int l = 0; l < LOADS; ++l) dot[l] = 0.0f;
+                if (e < reads) {
+                    if (e > 0 || !AHEAD) {
+                        now = query_at(first_read + e);
+                        load_incoming(now, column);
+                    }
+#pragma unroll
+                    for (int l = 0; l < LOADS; ++l) {
+                        float restored[WORD], gr[WORD];
+                        before.word(l, restored);
+                        incoming.word(l, gr);
+#pragma unroll
+                        for (int c = 0; c < WORD; ++c) {
+                            dot[l] = fmaf(gr[c], round_to<BANK>(restored[c]), dot[l]);
+                            value[l][c] = fmaf(now.q_w, gr[c], value[l][c]);
+                        }
+                    }
+                }
+                add_dot(e < reads, d_q_w, R, now.code);
             }
         }
         if (present) {
@@ -163,7 +229,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
             load_kept(coming_j, coming_slice + lane * WORD);
             load_adjoint(term, coming_slice + lane * WORD);
         }
-        add_dot(most - 1, code);
+        if constexpr (AHEAD) load_first_incoming(turn, coming_slice + lane * WORD);
+        if (most_reads == 0) add_dot(most - 1 < slot.count, d_k_eff, W, code);
         total = add_team(total, product, slice, D);
         if (last && present && lane == 0) d_tot[kept_row(j)] = slot.cpe == 0.0f ? 0.0f : slot.cpe * total;
         slot = coming, j = coming_j, slice = coming_slice;

@@ -157,19 +157,98 @@ __device__ __forceinline__ void store_global(uint4* p, uint4 x) {
                  : "memory");
 }
 
+// In which order lines leave L2.
+struct Eviction {
+    unsigned long long policy;
+};
+__device__ __forceinline__ Eviction evict_first() {
+    unsigned long long policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return Eviction{policy};
+}
+__device__ __forceinline__ Eviction evict_normal() {
+    unsigned long long policy;
+    asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+    return Eviction{policy};
+}
+// As load_global and store_global, of what nobody needs in L2 afterwards: other lines stay there longer.
+__device__ __forceinline__ unsigned short load_once(const unsigned short* p) {
+    unsigned short x;
+    asm volatile("ld.global.cg.L2::cache_hint.u16 %0, [%1], %2;"
+                 : "=h"(x)
+                 : "l"(p), "l"(evict_first().policy)
+                 : "memory");
+    return x;
+}
+__device__ __forceinline__ unsigned load_once(const unsigned* p) {
+    unsigned x;
+    asm volatile("ld.global.cg.L2::cache_hint.u32 %0, [%1], %2;"
+                 : "=r"(x)
+                 : "l"(p), "l"(evict_first().policy)
+                 : "memory");
+    return x;
+}
+__device__ __forceinline__ uint2 load_once(const uint2* p) {
+    uint2 x;
+    asm volatile("ld.global.cg.L2::cache_hint.v2.u32 {%0, %1}, [%2], %3;"
+                 : "=r"(x.x), "=r"(x.y)
+                 : "l"(p), "l"(evict_first().policy)
+                 : "memory");
+    return x;
+}
+__device__ __forceinline__ uint4 load_once(const uint4* p) {
+    uint4 x;
+    asm volatile("ld.global.cg.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "l"(p), "l"(evict_first().policy)
+                 : "memory");
+    return x;
+}
+__device__ __forceinline__ void store_once(unsigned short* p, unsigned short x) {
+    asm volatile("st.global.L2::cache_hint.u16 [%0], %1, %2;" ::"l"(p), "h"(x), "l"(evict_first().policy) : "memory");
+}
+__device__ __forceinline__ void store_once(unsigned* p, unsigned x) {
+    asm volatile("st.global.L2::cache_hint.u32 [%0], %1, %2;" ::"l"(p), "r"(x), "l"(evict_first().policy) : "memory");
+}
+__device__ __forceinline__ void store_once(uint2* p, uint2 x) {
+    asm volatile("st.global.L2::cache_hint.v2.u32 [%0], {%1, %2}, %3;" ::"l"(p), "r"(x.x), "r"(x.y),
+                 "l"(evict_first().policy)
+                 : "memory");
+}
+__device__ __forceinline__ void store_once(uint4* p, uint4 x) {
+    asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(p), "r"(x.x), "r"(x.y), "r"(x.z),
+                 "r"(x.w), "l"(evict_first().policy)
+                 : "memory");
+}
+
 // ---- asynchronous copies, global to shared ----
 
 // Copies 16 bytes; both addresses 16-byte aligned. Visible to this thread after copy_wait, to others after a barrier.
 __device__ __forceinline__ void copy_async_16(void* shared, const void* global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
 }
+__device__ __forceinline__ void copy_async_16(void* shared, const void* global, Eviction eviction) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
+                 "l"(global), "l"(eviction.policy)
+                 : "memory");
+}
 // Copies 8 bytes; both addresses 8-byte aligned.
 __device__ __forceinline__ void copy_async_8(void* shared, const void* global) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(shared)), "l"(global) : "memory");
 }
+__device__ __forceinline__ void copy_async_8(void* shared, const void* global, Eviction eviction) {
+    asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], 8, %2;" ::"r"(shared_address(shared)),
+                 "l"(global), "l"(eviction.policy)
+                 : "memory");
+}
 // Copies 4 bytes; both addresses 4-byte aligned.
 __device__ __forceinline__ void copy_async_4(void* shared, const void* global) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+}
+__device__ __forceinline__ void copy_async_4(void* shared, const void* global, Eviction eviction) {
+    asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], 4, %2;" ::"r"(shared_address(shared)),
+                 "l"(global), "l"(eviction.policy)
+                 : "memory");
 }
 // Closes this thread's group of copies.
 __device__ __forceinline__ void copy_commit() {
@@ -258,6 +337,13 @@ __device__ __forceinline__ void renew(unsigned& x) {
 template <class T>
 __device__ __forceinline__ void renew(T*& x) {
     asm volatile("" : "+l"(x));
+}
+
+// Returns after about this many cycles of the SM's clock.
+__device__ __forceinline__ void idle(long long cycles) {
+    const long long begin = clock64();
+    while (clock64() - begin < cycles) {
+    }
 }
 
 // ---- conversions, to nearest even ----

@@ -6,6 +6,7 @@
 // Needs the macros of rows.cuh and LANES (of a team: 32, or 16 where D is at most 16 words).
 #pragma once
 
+#define ROWS_ONCE 1
 #include "rows.cuh"
 
 #define TEAMS (32 / LANES)  // of a warp

@@ -4,7 +4,8 @@
 // So which lane sums which column follows from D and the format alone. Where rows are aligned to fewer bytes, a word is
 // loaded in pieces of VECTOR values, which divides D.
 //
-// Needs the macros BANK, VECTOR and LOADS (words of a lane in a slice of a row).
+// Needs the macros BANK, VECTOR and LOADS (words of a lane in a slice of a row). ROWS_ONCE, where it is 1: what a launch
+// loads and stores of rows has no use for L2 afterwards.
 #pragma once
 
 #include "snapshot.cuh"
@@ -15,6 +16,23 @@ constexpr int SLICE = 32 * WORD * LOADS;                   // columns that a war
 // Values of the format T in a piece of VECTOR columns, at most 16 bytes.
 template <class T>
 constexpr int piece_of = VECTOR * static_cast<int>(sizeof(T)) > 16 ? 16 / static_cast<int>(sizeof(T)) : VECTOR;
+
+template <class W>
+__device__ __forceinline__ W load_piece(const W* from) {
+#if ROWS_ONCE
+    return ptx::load_once(from);
+#else
+    return ptx::load_global(from);
+#endif
+}
+template <class W>
+__device__ __forceinline__ void store_piece(W* to, W piece) {
+#if ROWS_ONCE
+    ptx::store_once(to, piece);
+#else
+    ptx::store_global(to, piece);
+#endif
+}
 
 // A lane's words of one slice of a row of format T, as they lie in memory; 0 beyond column D.
 template <class T>
@@ -30,7 +48,7 @@ struct RowSlice {
             for (int i = 0; i < PIECES; ++i) {
                 const int at = column + l * 32 * WORD + i * PIECE;
                 piece[l][i] = Word<T, PIECE>{};
-                if (at < D) piece[l][i] = ptx::load_global(reinterpret_cast<const Word<T, PIECE>*>(row + at));
+                if (at < D) piece[l][i] = load_piece(reinterpret_cast<const Word<T, PIECE>*>(row + at));
             }
     }
     // Through L1: rows that other warps of the block read too.
@@ -51,7 +69,7 @@ struct RowSlice {
 #pragma unroll
             for (int i = 0; i < PIECES; ++i) {
                 const int at = column + l * 32 * WORD + i * PIECE;
-                if (at < D) ptx::store_global(reinterpret_cast<Word<T, PIECE>*>(row + at), piece[l][i]);
+                if (at < D) store_piece(reinterpret_cast<Word<T, PIECE>*>(row + at), piece[l][i]);
             }
     }
     __device__ __forceinline__ void word(int l, float (&x)[WORD]) const {
@@ -74,7 +92,8 @@ __device__ __forceinline__ void store_word(T* row, int at, int D, const float (&
         float values[PIECE];
 #pragma unroll
         for (int c = 0; c < PIECE; ++c) values[c] = x[i * PIECE + c];
-        if (at + i * PIECE < D) store_values(row + at + i * PIECE, values);
+        if (at + i * PIECE < D)
+            store_piece(reinterpret_cast<Word<T, PIECE>*>(row + at + i * PIECE), pack<T, PIECE>(values));
     }
 }
 
@@ -169,7 +188,7 @@ __device__ __forceinline__ void load_bytes(const unsigned char* p, unsigned char
     if constexpr (N == 1) {
         bytes[0] = *p;
     } else {
-        const auto word = ptx::load_global(reinterpret_cast<const typename WordOf<N>::type*>(p));
+        const auto word = load_piece(reinterpret_cast<const typename WordOf<N>::type*>(p));
         memcpy(bytes, &word, N);
     }
 }

@@ -123,13 +123,14 @@ struct Walk {
     __device__ __forceinline__ BankWord* arrival(int batch, int l) const {
         return ring + (batch * BATCH + l) * THREADS + threadIdx.x;
     }
-    __device__ __forceinline__ void ask_row(BankWord* to, const BANK* from) const {
+    template <class... Eviction>
+    __device__ __forceinline__ void ask_row(BankWord* to, const BANK* from, Eviction... eviction) const {
         if constexpr (sizeof(BankWord) == 16)
-            ptx::copy_async_16(to, from);
+            ptx::copy_async_16(to, from, eviction...);
         else if constexpr (sizeof(BankWord) == 8)
-            ptx::copy_async_8(to, from);
+            ptx::copy_async_8(to, from, eviction...);
         else if constexpr (sizeof(BankWord) == 4)
-            ptx::copy_async_4(to, from);
+            ptx::copy_async_4(to, from, eviction...);
         else  // too narrow for an asynchronous copy
             *to = ptx::load_global(reinterpret_cast<const BankWord*>(from));
     }

@@ -82,7 +82,7 @@ struct Gather : Walk {
         if (i < step.chunk.tokens && column < D) {
             BankWord given{};
             if (!query) given = load_v(v + (step.chunk.first_row + i) * D + column);
-            sum_rows(list, query ? R : W, column, total);
+            sum_rows(list, query, column, total);
             if (!query) {
                 float value[VECTOR];
                 unpack_pairs<BANK, VECTOR>(given, value);
@@ -109,8 +109,15 @@ struct Gather : Walk {
         }
         return word;
     }
-    __device__ __forceinline__ void sum_rows(const Entry* list, int lanes, int column, float (&total)[VECTOR]) const {
+    __device__ __forceinline__ void sum_rows(const Entry* list, bool query, int column, float (&total)[VECTOR]) const {
+        const int lanes = query ? R : W;
         const Rows rows = rows_at(column);
+#if SAVE  // what is kept fills L2 too: rows that are not read once more, to be written, leave it first
+        const ptx::Eviction eviction = query ? ptx::evict_first() : ptx::evict_normal();
+        const auto ask = [&](BankWord* to, const BANK* from) { ask_row(to, from, eviction); };
+#else
+        const auto ask = [&](BankWord* to, const BANK* from) { ask_row(to, from); };
+#endif
         const int least = lanes >> group_shift, extra = lanes & groups - 1;
         int group = 0, end = least + (extra > 0);  // of the group's entries
         float sum[VECTOR] = {};
@@ -120,7 +127,7 @@ struct Gather : Walk {
             for (int l = 0; l < BATCH; ++l) slot[l] = first + l < lanes ? list[first + l].slot : -1;
 #pragma unroll
             for (int l = 0; l < BATCH; ++l)
-                if (slot[l] >= 0) ask_row(arrival(batch, l), rows.row(slot[l]));
+                if (slot[l] >= 0) ask(arrival(batch, l), rows.row(slot[l]));
             ptx::copy_commit();
         };
         const auto add_row = [&](int batch, int l, float weight) {

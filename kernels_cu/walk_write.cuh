@@ -113,9 +113,10 @@ struct DecayWrite : Walk {
                                              const float (&value)[VECTOR]) const {
         const long long at = ((step.call - first_kept) * capacity + j) * D + column;
 #if SNAPSHOT == 1
-        ptx::store_global(reinterpret_cast<BankWord*>(static_cast<BANK*>(snapshot) + at), word);
+        ptx::store_once(reinterpret_cast<BankWord*>(static_cast<BANK*>(snapshot) + at), word);
 #elif SNAPSHOT == 2
-        store_values(static_cast<Bf16*>(snapshot) + at, value);
+        ptx::store_once(reinterpret_cast<Word<Bf16, VECTOR>*>(static_cast<Bf16*>(snapshot) + at),
+                        pack<Bf16, VECTOR>(value));
 #endif
     }
     // Adds the terms behind the first; `ahead` are the first ones, UNIT apart.

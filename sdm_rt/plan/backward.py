@@ -220,6 +220,8 @@ def _phase_a(shape: WriteReadShape, device: DeviceModel) -> Launch:
     small = shape.write_rows * (RECORD_BYTES + 4)
     small += shape.step_tokens * ((RECORD_BYTES + 4) * shape.writes + 4 * shape.head_dim + 4)
     reads = ("gradient_bank", "snapshot", "snapshot_scale", "slots", "slot_count", "write_terms", "lam")
+    queries = ("slot_reads", "read_terms", "grad_readings", "lengths", "cu_seqlens")
+    dots = ("d_k_eff", "d_q_w")
     launch = Launch(
         name="phase_a",
         kernel=phase_a_kernel(shape, device.pdl),
@@ -227,18 +229,18 @@ def _phase_a(shape: WriteReadShape, device: DeviceModel) -> Launch:
         grid=(1, shape.streams, 1),
         block=(32 * ROW_WARPS, 1, 1),
         arguments=(
-            *pointers("gradient_bank", "memory", *reads[1:], "strength", "d_k_eff", "d_tot"),
+            *pointers("gradient_bank", "memory", *reads[1:], "strength", *queries, *dots, "d_tot"),
             Argument("row_stride", "int64"),
             STEP,
-            *int32s("P", "C", "W", "S", "D", "shared_bank"),
+            *int32s("P", "T", "C", "W", "R", "S", "D", "shared_bank", "wide"),
         ),
-        reads=(*reads, "strength", "d_k_eff"),
-        writes=("gradient_bank", "memory", "d_k_eff", "d_tot"),
+        reads=(*reads, "strength", *queries, *dots),
+        writes=("gradient_bank", "memory", *dots, "d_tot"),
         bytes_moved=floor + shape.write_rows * shape.gradient_row_bytes + small,
         floor_bytes=floor,
         pdl=device.pdl,
         triggers=device.pdl,
-        note="the first snapshot rows loaded before the wait",
+        note="the first snapshot and gradient rows loaded before the wait; slots read too done whole",
     )
     return _one_wave(launch, shape, device, capacity(shape))
 
@@ -289,7 +291,9 @@ def _gds_of(shape: WriteReadShape, device: DeviceModel, streams: int, first: str
         floor_bytes=floor,
         pdl=device.pdl,
         triggers=device.pdl,
-        note="the first rows of gr loaded before the wait",
+        note="rows that the step does not write, beside Phase A"
+        if not shape.shared_bank
+        else "rows that the step does not write, a stream after the other",
     )
     return _one_wave(launch, shape, device, read_capacity(shape))
 
@@ -346,8 +350,8 @@ def plan_backward(shape: WriteReadShape, device: DeviceModel, schedule: str | No
     (`sdm_rt.plan.persistent_backward`).
 
     Where the GPU has PDL every launch of the loop is a programmatic dependent of the one before it, except
-    the first, and lets its own dependent start early, which then waits; the launches after the loop are
-    plain.
+    the first, and lets its own dependent start early, which then waits (GDS at its end alone); the launches
+    after the loop are plain.
 
     Parameters
     ----------

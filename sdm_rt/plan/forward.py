@@ -463,6 +463,8 @@ def forward_constants(plan: StepPlan) -> dict[str, int]:
     if plan.schedule == "persistent":
         walk = plan.step[0]
         assert isinstance(walk, Launch)
-        numbers |= persistent_constants(shape, plan.device, walk) | {"groups": gather_block(shape)[1]}
+        numbers |= persistent_constants(shape, plan.device, walk, plan.walk_steps) | {
+            "groups": gather_block(shape)[1]
+        }
     taken = {argument.name for launch in plan.kernels() for argument in launch.arguments}
     return {name: number for name, number in numbers.items() if name in taken}

@@ -271,7 +271,7 @@ def plan_persistent_backward(
             "schedule='persistent' walks streams side by side, and streams of one bank may read the same "
             "rows: their gradients are added in turn, by schedule='stepwise'"
         )
-    phase_a = step[2].kernel
+    (phase_a,) = (launch.kernel for launch in step if launch.name == "phase_a")
     chosen, layout = _choose(shape, device, phase_a, config)
     slices = chosen.slices(shape)
     one_step = total_bytes(_partial_buffers(shape, slices, 1))

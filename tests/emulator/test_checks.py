@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sdm_rt.plan.launch import Argument, Launch, pointers
+from sdm_rt.plan.launch import Argument, Launch, pdl_defines, pointers
 from sdm_rt.runtime.kernel import KernelSpec
 from tests.emulator.build import TEST_KERNELS, CompileError, Replacement
 from tests.emulator.harness import Call, EmulatorError, run
@@ -51,7 +51,8 @@ CHECKS = {
     "cluster_wait_without_arrive": ("cluster", r"without having arrived"),
     "trap": ("trap", r"__trap"),
 }
-PDL_ENTRIES = ("early_read", "early_write", "one_block_waits")
+TRIGGERS = ("trigger_after_wait", "trigger_before_wait")
+PDL_ENTRIES = ("early_read", "early_write", "early_update", *TRIGGERS, "one_block_waits")
 ENTRIES = (*CHECKS, *PDL_ENTRIES, "sound")
 USES_SHARED = (
     "race_of_a_block",
@@ -64,20 +65,21 @@ USES_SHARED = (
 
 
 def launch_of(entry: str) -> Launch:
-    pdl = entry in PDL_ENTRIES
+    pdl, triggers = entry in PDL_ENTRIES, entry in TRIGGERS
     return Launch(
         name=entry,
-        kernel=KernelSpec("faults.cu", ENTRIES, (("SDM_PDL_WAIT", "1"),) if pdl else ()),
+        kernel=KernelSpec("faults.cu", ENTRIES, pdl_defines(waits=pdl, triggers=triggers)),
         entry=entry,
         grid=(2, 1, 1),
         block=(64, 1, 1),
         arguments=(*pointers("x", "y", "count"), Argument("n", "int32")),
-        reads=("x", "count"),
+        reads=("x", "y", "count") if entry == "early_update" else ("x", "count"),
         writes=("y", "count"),
         bytes_moved=0,
         floor_bytes=0,
         shared_memory=256 if entry in USES_SHARED else 0,
         pdl=pdl,
+        triggers=triggers,
     )
 
 
@@ -164,12 +166,8 @@ def test_a_second_launch_sees_what_the_first_wrote() -> None:
 def after_another(entry: str, **changes: str) -> dict[str, torch.Tensor]:
     """Run a launch and, as its programmatic dependent, one of `entry` on other tensors but for `changes`."""
     first, second = values_of(), values_of()
-    chosen = {name: first[source] for name, source in changes.items()}
-    second = {**second, "y": torch.empty(128, dtype=torch.int32), **chosen}
-    run(
-        [Call(launch_of("sound"), first), Call(launch_of(entry), second)],
-        outputs=[first["y"], second["y"]],
-    )
+    second |= {name: first[source] for name, source in changes.items()}
+    run([Call(launch_of("sound"), first), Call(launch_of(entry), second)], outputs=[first["y"]])
     return {"first": first["y"], "second": second["y"], "x": second["x"]}
 
 
@@ -178,10 +176,35 @@ def test_a_dependent_may_read_early_what_no_launch_on_the_way_writes() -> None:
     assert torch.equal(result["second"], result["x"])
 
 
-@pytest.mark.parametrize(("entry", "changes"), [("early_read", {"x": "y"}), ("early_write", {})])
+def test_a_dependent_may_write_early_what_no_launch_on_the_way_touches() -> None:
+    assert torch.equal(after_another("early_write")["second"], torch.ones(128, dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("entry", "changes"),
+    [
+        ("early_read", {"x": "y"}),
+        ("early_write", {"y": "y"}),
+        ("early_write", {"y": "x"}),
+        ("early_update", {"y": "x"}),  # its own read does not hide that of the launch before
+    ],
+)
 def test_a_dependent_must_wait_before(entry: str, changes: dict[str, str]) -> None:
     with pytest.raises(EmulatorError, match=r"before griddepcontrol\.wait"):
         after_another(entry, **changes)
+
+
+@pytest.mark.parametrize("between", TRIGGERS)
+def test_a_launch_that_waits_before_it_triggers_has_its_predecessors_behind_it(between: str) -> None:
+    first, second, third = values_of(), values_of(), values_of()
+    calls = [Call(launch_of("sound"), first), Call(launch_of(between), second)]
+    calls.append(Call(launch_of("early_read"), third | {"x": first["y"]}))
+    if between == "trigger_after_wait":
+        run(calls, outputs=[third["y"]])
+        assert torch.equal(third["y"], first["y"])
+    else:
+        with pytest.raises(EmulatorError, match=r"before griddepcontrol\.wait.*under way and writes it"):
+            run(calls, outputs=[third["y"]])
 
 
 def test_what_comes_before_the_first_launch_is_unknown() -> None:

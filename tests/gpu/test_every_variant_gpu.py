@@ -1,6 +1,6 @@
-"""Training steps of small shapes that reach every variant of the write-read kernels, for compute-sanitizer.
+"""Training steps of small shapes that reach every variant of the write-read kernels.
 
-compute-sanitizer --tool racecheck --target-processes all python -m pytest tests/gpu/test_every_variant_gpu.py
+``tests/sanitizer.py`` runs them under compute-sanitizer.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def step(dtype: torch.dtype, columns: int, chunk: int, int32: bool = False, **op
 @pytest.mark.parametrize("chunk", [16, 80])
 @pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
-def test_snapshots_and_schedules(dtype: torch.dtype, columns: int, chunk: int) -> None:
+def test_stepwise(dtype: torch.dtype, columns: int, chunk: int) -> None:
     exact = step(dtype, columns, chunk, schedule="stepwise")
     assert last_dispatch()["schedule"] == "stepwise"
     for snapshot in SNAPSHOTS:
@@ -59,14 +59,24 @@ def test_snapshots_and_schedules(dtype: torch.dtype, columns: int, chunk: int) -
         for name, want in exact.items():
             if name not in APPROXIMATE:
                 assert_same_bits(f"{snapshot}: {name}", found[name], want)
-        persistent = step(dtype, columns, chunk, snapshot_quant=snapshot, schedule="persistent")
+
+
+@pytest.mark.parametrize("chunk", [16, 80])
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+def test_persistent(dtype: torch.dtype, columns: int, chunk: int) -> None:
+    for snapshot in SNAPSHOTS:
+        want = step(dtype, columns, chunk, snapshot_quant=snapshot, schedule="stepwise")
+        found = step(dtype, columns, chunk, snapshot_quant=snapshot, schedule="persistent")
         assert last_dispatch()["schedule"] == "persistent"
-        for name, want in found.items():
-            assert_same_bits(f"persistent, {snapshot}: {name}", persistent[name], want)
+        for name, x in want.items():
+            assert_same_bits(f"{snapshot}: {name}", found[name], x)
 
 
 @pytest.mark.parametrize("snapshot", QUANTIZED)
-def test_walks_of_one_step_of_two_and_of_all(snapshot: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_persistent_walks_of_one_step_of_two_and_of_all(
+    snapshot: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Six steps; the last walk of some is short. Every plan is made anew."""
     want = step(torch.bfloat16, 264, 16, snapshot_quant=snapshot, schedule="stepwise")
     for steps in (1, 2, 4, 6):
@@ -77,20 +87,14 @@ def test_walks_of_one_step_of_two_and_of_all(snapshot: str, monkeypatch: pytest.
             assert_same_bits(f"{steps} steps: {name}", found[name], x)
 
 
+@pytest.mark.parametrize("schedule", ["stepwise", "persistent"])
 @pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-def test_wide_gradients_and_indices_of_32_bits(dtype: torch.dtype, columns: int) -> None:
+def test_wide_gradients_and_indices_of_32_bits(dtype: torch.dtype, columns: int, schedule: str) -> None:
     exact = step(dtype, columns, 16, int32=True, schedule="stepwise")
-    for schedule in ("stepwise", "persistent"):
-        for snapshot in ("none", "fp8", "int4"):
-            found = step(
-                dtype,
-                columns,
-                16,
-                int32=True,
-                grad_bank_fp32=True,
-                snapshot_quant=snapshot,
-                schedule=schedule,
-            )
-            assert_close(f"{schedule} {snapshot}: memory", found["memory"], exact["memory"], torch.bfloat16)
-            assert_same_bits(f"{schedule} {snapshot}: readings", found["readings"], exact["readings"])
+    for snapshot in ("none", "fp8", "int4"):
+        found = step(
+            dtype, columns, 16, int32=True, grad_bank_fp32=True, snapshot_quant=snapshot, schedule=schedule
+        )
+        assert_close(f"{snapshot}: memory", found["memory"], exact["memory"], torch.bfloat16)
+        assert_same_bits(f"{snapshot}: readings", found["readings"], exact["readings"])

@@ -80,6 +80,20 @@ def test_cut_and_shared_memory_of_the_known_cases(
     assert launch.shared_memory == by_hand == need
 
 
+def test_clusters_start_spread_out_where_nothing_is_kept_and_all_run_at_once() -> None:
+    """Over 1.2 times the time of a step's bytes: of flagship 3 x 2 x 4,096 rows of 2 KB at 4.25 TB/s."""
+    no_grad = dataclasses.replace(FLAGSHIP, training=False)
+    plan, launch = planned(no_grad, "h200")
+    spread_us = 1.2 * 3 * 2 * 64 * 64 * 2048 / 4.25e6
+    assert f"clusters start over {spread_us:.1f} us" in launch.note
+    assert forward_constants(plan)["start_spread"] == round(spread_us * 1800)
+    more_clusters_than_sms = dataclasses.replace(no_grad, streams=40)
+    for shape in (FLAGSHIP, more_clusters_than_sms):
+        plan, launch = planned(shape, "h200")
+        assert "clusters start over" not in launch.note
+        assert forward_constants(plan)["start_spread"] == 0
+
+
 def shapes() -> list[WriteReadShape]:
     sizes = product((1, 7, 64, 128, 200, 256), (1, 100, 1024), (1, 64, 256), BANK_DTYPES, (False, True))
     return [

@@ -46,15 +46,31 @@ inline void store_global(T* p, const T& x) {
     *p = x;
 }
 
+struct Eviction {};
+inline Eviction evict_first() {
+    return {};
+}
+inline Eviction evict_normal() {
+    return {};
+}
+template <class T>
+inline T load_once(const T* p) {
+    return load_global(p);
+}
+template <class T>
+inline void store_once(T* p, const T& x) {
+    store_global(p, x);
+}
+
 // ---- asynchronous copies, global to shared ----
 
-inline void copy_async_16(void* shared, const void* global) {
+inline void copy_async_16(void* shared, const void* global, Eviction = {}) {
     emulator::copy_async(shared, global, 16);
 }
-inline void copy_async_8(void* shared, const void* global) {
+inline void copy_async_8(void* shared, const void* global, Eviction = {}) {
     emulator::copy_async(shared, global, 8);
 }
-inline void copy_async_4(void* shared, const void* global) {
+inline void copy_async_4(void* shared, const void* global, Eviction = {}) {
     emulator::copy_async(shared, global, 4);
 }
 inline void copy_commit() {
@@ -98,6 +114,8 @@ inline void mbarrier_wait(unsigned long long* barrier, unsigned parity, EMULATOR
 }
 
 // ---- arithmetic ----
+
+inline void idle(long long) {}
 
 // x as a double, where a subnormal number counts.
 inline double unflushed(float x) {

@@ -186,6 +186,24 @@ FAULT(early_write) {
     ptx::pdl_wait();
 }
 
+// y must hold data.
+FAULT(early_update) {
+    y[INDEX] += 1;
+    ptx::pdl_wait();
+}
+
+FAULT(trigger_after_wait) {
+    ptx::pdl_wait();
+    ptx::pdl_trigger();
+    y[INDEX] = 1;
+}
+
+FAULT(trigger_before_wait) {
+    ptx::pdl_trigger();
+    ptx::pdl_wait();
+    y[INDEX] = 1;
+}
+
 FAULT(one_block_waits) {
     if (blockIdx.x == 0) ptx::pdl_wait();
 }

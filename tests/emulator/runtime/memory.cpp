@@ -95,8 +95,10 @@ Region* Memory::find(const void* address) {
     return region;
 }
 
-void Memory::begin_launch() {
+void Memory::begin_launch(uint32_t on_the_way, bool after_unknown) {
     first_run_of_launch_ = run_ + 1;
+    on_the_way_ = on_the_way;
+    after_unknown_ = after_unknown;
 }
 
 void Memory::begin_run() {
@@ -120,6 +122,20 @@ void Memory::race_across(const Region& region, size_t offset, const char* now, c
             offset, region.name.c_str(), before);
 }
 
+void Memory::check_before_wait(const Region& region, const Cell& cell, size_t offset, Access kind, const void* pc) {
+    const auto on_the_way = [this](uint32_t run) { return run >= on_the_way_ && run < first_run_of_launch_; };
+    const uint32_t read_run = cell.read_run < first_run_of_launch_ ? cell.read_run : cell.read_before;
+    const bool read_early = kind != Access::read && on_the_way(read_run);
+    if (after_unknown_ || on_the_way(cell.write_run) || read_early)
+        fail_at(pc, "pdl",
+                "%s byte %zu of global memory '%s' before griddepcontrol.wait, beside a launch that may still be under "
+                "way and %s it",
+                kind == Access::read ? "reads" : "writes", offset, region.name.c_str(),
+                after_unknown_                   ? "may touch"
+                    : on_the_way(cell.write_run) ? "writes"
+                                                 : "reads");
+}
+
 void Memory::read_byte(Region& region, Cell& cell, size_t offset, const void* pc) {
     const Fiber& fiber = *running();
     if (!cell.initialized)
@@ -135,6 +151,7 @@ void Memory::read_byte(Region& region, Cell& cell, size_t offset, const void* pc
     }
     const Epoch now{fiber.clock.own, fiber.number};
     if (cell.read_run != run_) {
+        if (cell.read_run < first_run_of_launch_) cell.read_before = cell.read_run;
         cell.read_by_other_run = cell.read_run >= first_run_of_launch_;
         cell.read_run = run_;
         cell.read = now;
@@ -199,11 +216,6 @@ void Memory::access(const void* address, size_t bytes, Access kind, const void* 
     const size_t offset = static_cast<size_t>(a - region->begin);
     const Fiber& fiber = *running();
     if (region->space == Space::global) {
-        if (!fiber.released && (kind != Access::read || region->pending))
-            fail_at(pc, "pdl",
-                    "%s byte %zu of global memory '%s' before griddepcontrol.wait in a launch that may overtake "
-                    "its predecessor",
-                    verb, offset, region->name.c_str());
         if (kind != Access::read && !region->writable)
             fail_at(pc, "undeclared", "writes byte %zu of '%s', which the launch does not declare as written", offset,
                     region->name.c_str());
@@ -223,6 +235,7 @@ void Memory::access(const void* address, size_t bytes, Access kind, const void* 
             cell = after;
             continue;
         }
+        if (region->space == Space::global && !fiber.released) check_before_wait(*region, cell, i, kind, pc);
         before = cell;
         if (kind == Access::atomic && !cell.initialized)
             fail_at(pc, "unwritten", "an atomic operation on byte %zu of '%s', which nothing has written", i,

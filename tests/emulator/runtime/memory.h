@@ -20,6 +20,7 @@ struct Epoch {
 // The history of one byte, as far as races and unwritten bytes need it. A run is one cluster of one launch.
 struct Cell {
     uint32_t write_run = 0, read_run = 0;
+    uint32_t read_before = 0;  // the latest run of an earlier launch that read it, once this launch has read it too
     Epoch write, read;
     uint32_t more_reads = 0;  // index + 1 of the first of a list of further readers
     bool initialized = false;
@@ -41,7 +42,6 @@ struct Region {
     size_t bytes;
     int block = -1;                         // of the cluster, for shared memory
     bool writable = true, readable = true;  // by this launch
-    bool pending = false;                   // an earlier launch that may still run writes it
     bool finished = false;                  // shared memory of a block that has ended
     size_t touched_end = 0;
     std::vector<Cell> cells;
@@ -65,10 +65,16 @@ class Memory {
     void access(const void* address, size_t bytes, Access kind, const void* pc);
     void check_readonly(const void* address, size_t bytes);
 
-    void begin_launch();
+    // The runs from `on_the_way` on belong to launches that may still be under way until a thread has waited; with
+    // `after_unknown`, so may launches that are not known.
+    void begin_launch(uint32_t on_the_way, bool after_unknown);
     void begin_run();
+    uint32_t next_run() const {
+        return run_ + 1;
+    }
 
   private:
+    void check_before_wait(const Region& region, const Cell& cell, size_t offset, Access kind, const void* pc);
     void read_byte(Region& region, Cell& cell, size_t offset, const void* pc);
     void write_byte(Region& region, Cell& cell, size_t offset, bool atomic, const void* pc);
     bool ordered(const Epoch& epoch) const;
@@ -81,7 +87,8 @@ class Memory {
     Region* last_ = nullptr;
     char* arena_ = nullptr;
     size_t arena_used_ = 0;
-    uint32_t run_ = 0, first_run_of_launch_ = 1;
+    uint32_t run_ = 0, first_run_of_launch_ = 1, on_the_way_ = 0;
+    bool after_unknown_ = false;
     std::vector<Reader> readers_;
 };
 

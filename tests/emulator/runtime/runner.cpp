@@ -150,6 +150,11 @@ void flush_subnormals() {
 #endif
 }
 
+struct Earlier {
+    uint32_t first_run;
+    bool pdl, triggers_early;
+};
+
 int execute(const char* request_path, const char* response_path) {
     Reader reader(request_path);
     const auto seed = reader.number<uint64_t>();
@@ -175,6 +180,7 @@ int execute(const char* request_path, const char* response_path) {
 
     std::printf("{\"launches\": [");
     const auto launch_count = reader.number<uint32_t>();
+    std::vector<Earlier> earlier;
     for (uint32_t i = 0; i < launch_count; ++i) {
         LaunchRequest launch;
         const std::string library = reader.text();
@@ -186,15 +192,19 @@ int execute(const char* request_path, const char* response_path) {
         launch.pdl = reader.number<uint32_t>();
         launch.waits = reader.number<uint32_t>();
         launch.triggers = reader.number<uint32_t>();
-        // A programmatic dependent may overtake the launches back to the latest that is none: what they write is
-        // pending until it waits. What came before its own first launch is unknown, so everything is.
-        for (Region* region : buffers) {
-            if (!launch.pdl)
-                region->pending = false;
-            else if (i == 0)
-                region->pending = true;
-            region->writable = region->readable = false;
+        // Until it waits, the launch before a programmatic dependent may be under way; of that launch the one before it,
+        // where it lets its dependent start before it has waited itself; and so on. What came before the first launch is
+        // unknown.
+        launch.on_the_way = memory.next_run();
+        bool dependent = launch.pdl;
+        for (size_t before = earlier.size(); dependent && !launch.after_unknown; --before) {
+            launch.after_unknown = before == 0;
+            if (before == 0) break;
+            const Earlier& one = earlier[before - 1];
+            launch.on_the_way = one.first_run;
+            dependent = one.pdl && one.triggers_early;
         }
+        for (Region* region : buffers) region->writable = region->readable = false;
         const auto written = reader.number<uint32_t>();
         for (uint32_t w = 0; w < written; ++w) buffers.at(reader.number<uint32_t>())->writable = true;
         const auto read = reader.number<uint32_t>();
@@ -218,7 +228,7 @@ int execute(const char* request_path, const char* response_path) {
         bind_entry(library, launch, sizes);
         flush_subnormals();
         const LaunchCounts counts = scheduler.run(launch);
-        for (Region* region : buffers) region->pending |= region->writable;
+        earlier.push_back(Earlier{counts.first_run, launch.pdl, counts.triggers_early});
         std::printf(
             "%s{\"entry\": \"%s\", \"blocks\": %zu, \"barriers\": %zu, \"warp_operations\": %zu, \"pdl_waits\": %zu, "
             "\"pdl_triggers\": %zu, \"cluster_barriers\": %zu, \"shared_touched\": %zu}",

@@ -206,7 +206,8 @@ LaunchCounts Scheduler::run(const LaunchRequest& launch) {
         block.dynamic->block = block.statics->block = block.rank;
     }
 
-    memory.begin_launch();
+    counts.first_run = memory.next_run();
+    memory.begin_launch(launch.on_the_way, launch.after_unknown);
     std::vector<unsigned> order(size_t{clusters.x} * clusters.y * clusters.z);
     for (unsigned i = 0; i < order.size(); ++i) order[i] = i;
     std::shuffle(order.begin(), order.end(), random_);
@@ -374,6 +375,7 @@ void Scheduler::pdl_wait() {
 void Scheduler::pdl_trigger() {
     if (!request->triggers) return;
     ++counts.pdl_triggers;
+    counts.triggers_early |= !running->released;
 }
 
 void* Scheduler::dynamic_shared() {

@@ -98,6 +98,8 @@ struct LaunchRequest {
     std::vector<void*> arguments;
     Extent grid{}, block{}, cluster{};
     size_t shared_memory = 0;
+    uint32_t on_the_way = 0;  // see Memory::begin_launch
+    bool after_unknown = false;
     bool pdl = false, waits = false, triggers = false;  // launched with PDL; compiled with the wait, the trigger
     char* static_shared = nullptr;                      // the library's thread-local block
     size_t static_shared_bytes = 0;
@@ -106,6 +108,8 @@ struct LaunchRequest {
 struct LaunchCounts {
     uint64_t blocks = 0, barriers = 0, warp_operations = 0, pdl_waits = 0, pdl_triggers = 0, cluster_barriers = 0;
     size_t shared_touched = 0;
+    uint32_t first_run = 0;
+    bool triggers_early = false;  // a thread lets the dependent start before it has waited itself
 };
 
 class Scheduler {

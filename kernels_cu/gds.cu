@@ -8,7 +8,7 @@
 //
 // So the launch before it, Phase A, touches none of these rows, and it has waited for all that came earlier before it
 // lets this grid start. This grid works beside it and waits at its end alone, for the sake of those that wait for this
-// grid. Streams of one bank may read the same rows, a launch each: then it waits first.
+// grid. Streams of one bank may read the same rows, so each has a launch, and all but the first wait before they begin.
 //
 // Macros  BANK (float, Bf16, Fp16), GRADIENT (BANK or float), VECTOR (columns of one load), LOADS (words of a lane in a
 //         slice of a row), LANES (of a team: 32, or 16 where a row has at most 16 words).
@@ -17,7 +17,7 @@
 // Block   32 * WARPS threads.
 // Reads   memory [P*S, D] (row_stride values apart); read_slots [chunks, capacity], read_slot_count [chunks], read_terms
 //         [chunks, C R]; grad_readings [rows, D], lengths, cu_seqlens (chunk.cuh); capacity = min(C R, S).
-// Writes  rows of gradient_bank [P*S, D]; d_q_w [chunks, C, R], of present entries alone.
+// Writes  rows of gradient_bank [P*S, D]; d_q_w [chunks, C, R], of present entries of these slots alone.
 // Sums    rows: entries in sorted order (token, then lane) onto the row. Dots: the tree of rows.cuh.
 // Shared  none.
 #include "chunk.cuh"
@@ -38,7 +38,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     const auto bank_row = [&](const ReadSlot& of) {
         return (shared_bank ? 0 : static_cast<long long>(p) * S) + of.slot;
     };
-    grad_readings += chunk_of(step, p, T, C, lengths, cu_seqlens, wide).first_row * D;
 
     // Lane x of a team holds the record and the first term of the team's slot x of LANES; `turns` has a bit for each x
     // that is a turn of a team of this warp.
@@ -74,12 +73,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     };
 
     RowSlice<GRADIENT> after;
-    RowSlice<BANK> before, incoming;
-    const auto load_incoming = [&](const ReadTerm& of, int column) {
-        incoming.load_shared_row(grad_readings + static_cast<long long>(of.token()) * D, column, D);
-    };
+    RowSlice<BANK> before;
+    Incoming incoming{grad_readings + chunk_of(step, p, T, C, lengths, cu_seqlens, wide).first_row * D};
 
-    if (shared_bank) ptx::pdl_wait();
+    if (first_stream > 0) ptx::pdl_wait();
     ptx::pdl_trigger();
     int slice = 0;
     load_turns();
@@ -88,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     ReadTerm term = term_of(turn);
     GRADIENT* gradient = gradient_bank + bank_row(slot) * D;
     if (slot.count > 0) {
-        load_incoming(term, lane * WORD);
+        incoming.load(term, lane * WORD, D);
         after.load(gradient, lane * WORD, D);
         before.load(memory + bank_row(slot) * row_stride, lane * WORD, D);
     }
@@ -101,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
         const auto add_term = [&](int l, float weight) {
             float held_word[WORD], gr[WORD];
             before.word(l, held_word);
-            incoming.word(l, gr);
+            incoming.row.word(l, gr);
 #pragma unroll
             for (int c = 0; c < WORD; ++c) {
                 dot[l] = fmaf(gr[c], held_word[c], dot[l]);
@@ -109,12 +106,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
             }
         };
         // Adds the dot of entry `e`, whose lane and token are `code`, where the team has one.
-        const auto add_dot = [&](int e, int code) {
+        const auto add_latest = [&](int e, int code) {
             float* const out = d_q_w + (chunk() * C + entry_token(code)) * R + entry_lane(code);
-            const bool writes = lane == 0 && e < slot.count;
-            const float before_slice = writes && slice > 0 ? *out : 0.0f;
-            const float sum = add_team(before_slice, dot, slice, D);
-            if (writes) *out = sum;
+            add_dot(e < slot.count, out, dot, slice, D);
         };
         if (present) {
 #pragma unroll
@@ -129,9 +123,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
             ReadTerm now{};
             if (e < slot.count) {
                 now = term_at(slot, e);
-                load_incoming(now, column);
+                incoming.load(now, column, D);
             }
-            add_dot(e - 1, code);
+            add_latest(e - 1, code);
             if (e >= slot.count) continue;
             renew_words(before);
             code = now.code;
@@ -156,15 +150,15 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
         }
         const ReadSlot coming = slot_of(turn);
         term = term_of(turn);
-        after = {}, before = {}, incoming = {};
+        after = {}, before = {}, incoming.row = {};
         if (coming.count > 0) {
             const int coming_column = coming_slice + lane * WORD;
             gradient = gradient_bank + bank_row(coming) * D;
             after.load(gradient, coming_column, D);
             before.load(memory + bank_row(coming) * row_stride, coming_column, D);
-            load_incoming(term, coming_column);
+            incoming.load(term, coming_column, D);
         }
-        add_dot(most - 1, code);
+        add_latest(most - 1, code);
         slot = coming, slice = coming_slice;
     }
     ptx::pdl_wait();

@@ -21,7 +21,8 @@
 //         [chunks, capacity], read_terms [chunks, C R]; grad_readings [rows, D], lengths, cu_seqlens (chunk.cuh).
 // Writes  rows of gradient_bank [P*S, D] and of memory [P*S, D] (row_stride values apart); d_k_eff [chunks, C, W] and
 //         d_q_w [chunks, C, R], of present entries of these slots alone; d_tot [chunks, capacity].
-// Sums    rows: terms in sorted order (token, then lane) onto the decayed row. Dots: the tree of rows.cuh.
+// Sums    rows: terms in sorted order (token, then lane) onto the decayed row; then, onto the rounded row, Q entries in
+//         the same order. Dots: the tree of rows.cuh.
 // Shared  none.
 #include "chunk.cuh"
 #include "entries.cuh"
@@ -50,7 +51,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
         return (shared_bank ? 0 : static_cast<long long>(p) * S) + of.slot;
     };
     const auto beta_of = [&](const WriteTerm& of) { return -strength[chunk() * C + of.token()]; };
-    grad_readings += chunk_of(step, p, T, C, lengths, cu_seqlens, wide).first_row * D;
 
     // Lane x of a team holds the record, the first term and its -beta of the team's turn x; where its Q entries begin and
     // how many they are; if AHEAD, the first of them.
@@ -82,13 +82,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     RowSlice<GRADIENT> after;
     KeptSlice before;
     RowSlice<float> adjoint;
-    RowSlice<BANK> incoming;  // gr of a Q entry
+    Incoming incoming{grad_readings + chunk_of(step, p, T, C, lengths, cu_seqlens, wide).first_row * D};
     const auto load_kept = [&](int at, int column) { before.load(snapshot, snapshot_scale, kept_row(at), column, D); };
     const auto load_adjoint = [&](const WriteTerm& of, int column) {
         adjoint.load_shared_row(lam + (chunk() * C + of.token()) * D, column, D);
-    };
-    const auto load_incoming = [&](const ReadTerm& of, int column) {
-        incoming.load_shared_row(grad_readings + static_cast<long long>(of.token()) * D, column, D);
     };
     const auto query_of = [&](int turn) {
         return ReadTerm{of_lane(held_query.q_w, turn), of_lane(held_query.code, turn), 0, 0};
@@ -96,8 +93,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     const auto load_first_incoming = [&](int turn, int column) {
         const ReadTerm query = query_of(turn);
         const int reads = of_lane(held_reads.y, turn);
-        incoming = {};
-        if (reads > 0) load_incoming(query, column);
+        incoming.row = {};
+        if (reads > 0) incoming.load(query, column, D);
     };
 
     // Records, terms, strength and snapshot are the forward's, and the launch before this one writes no gradient row: they
@@ -131,13 +128,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
                 value[l][c] = fmaf(weight, change[c], value[l][c]);
             }
         };
-        // Adds the dot of an entry, whose lane and token are `code`, where the team has one.
-        const auto add_dot = [&](bool given, float* dots, int lanes, int code) {
-            float* const out = dots + (chunk() * C + entry_token(code)) * lanes + entry_lane(code);
-            const bool writes = lane == 0 && given;
-            const float before_slice = writes && slice > 0 ? *out : 0.0f;
-            const float sum = add_team(before_slice, dot, slice, D);
-            if (writes) *out = sum;
+        // The dot of the latest entry: of its lane and token `code`, where the team has one.
+        int code = term.code;
+        bool given = present, of_query = false;
+        const auto add_latest = [&] {
+            const long long row = chunk() * C + entry_token(code);
+            float* const out = of_query ? d_q_w + row * R : d_k_eff + row * W;
+            add_dot(given, out + entry_lane(code), dot, slice, D);
         };
         if (present) {
             const float weight = beta * term.k_eff;
@@ -156,10 +153,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
             before.restore(bank, column, D);
         }
         const int most = most_of_teams(slot.count);
-        int code = term.code;
         for (int e = 1; e < most; ++e) {
-            add_dot(e - 1 < slot.count, d_k_eff, W, code);
-            if (e >= slot.count) continue;
+            add_latest();
+            given = e < slot.count;
+            if (!given) continue;
             if constexpr (SNAPSHOT <= 2) renew_words(before);
             const WriteTerm now = term_at(slot, e);
             load_adjoint(now, column);
@@ -178,33 +175,32 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
             const int first_read = of_lane(held_reads.x, turn);
             ReadTerm now{};
             if constexpr (AHEAD) now = query_of(turn);
-            add_dot(most - 1 < slot.count, d_k_eff, W, code);
 #pragma unroll
             for (int l = 0; l < LOADS; ++l)
 #pragma unroll
                 for (int c = 0; c < WORD; ++c) value[l][c] = round_to<GRADIENT>(value[l][c]);
             for (int e = 0; e < most_reads; ++e) {
+                const bool asks = e < reads && (e > 0 || !AHEAD);
+                if (asks) now = query_at(first_read + e);
+                if (asks && LOADS < 4) incoming.load(now, column, D);
+                add_latest();
+                given = e < reads, of_query = true;
+                if (!given) continue;
+                if (asks && LOADS == 4) incoming.load(now, column, D);  // not earlier, for want of registers
                 if constexpr (SNAPSHOT <= 2) renew_words(before);
+                code = now.code;
 #pragma unroll
-                for (int l = 0; l < LOADS; ++l) dot[l] = 0.0f;
-                if (e < reads) {
-                    if (e > 0 || !AHEAD) {
-                        now = query_at(first_read + e);
-                        load_incoming(now, column);
-                    }
+                for (int l = 0; l < LOADS; ++l) {
+                    float restored[WORD], gr[WORD];
+                    before.word(l, restored);
+                    incoming.row.word(l, gr);
+                    dot[l] = 0.0f;
 #pragma unroll
-                    for (int l = 0; l < LOADS; ++l) {
-                        float restored[WORD], gr[WORD];
-                        before.word(l, restored);
-                        incoming.word(l, gr);
-#pragma unroll
-                        for (int c = 0; c < WORD; ++c) {
-                            dot[l] = fmaf(gr[c], round_to<BANK>(restored[c]), dot[l]);
-                            value[l][c] = fmaf(now.q_w, gr[c], value[l][c]);
-                        }
+                    for (int c = 0; c < WORD; ++c) {
+                        dot[l] = fmaf(gr[c], round_to<BANK>(restored[c]), dot[l]);
+                        value[l][c] = fmaf(now.q_w, gr[c], value[l][c]);
                     }
                 }
-                add_dot(e < reads, d_q_w, R, now.code);
             }
         }
         if (present) {
@@ -230,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
             load_adjoint(term, coming_slice + lane * WORD);
         }
         if constexpr (AHEAD) load_first_incoming(turn, coming_slice + lane * WORD);
-        if (most_reads == 0) add_dot(most - 1 < slot.count, d_k_eff, W, code);
+        add_latest();
         total = add_team(total, product, slice, D);
         if (last && present && lane == 0) d_tot[kept_row(j)] = slot.cpe == 0.0f ? 0.0f : slot.cpe * total;
         slot = coming, j = coming_j, slice = coming_slice;

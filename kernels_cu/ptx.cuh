@@ -171,53 +171,46 @@ __device__ __forceinline__ Eviction evict_normal() {
     asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
     return Eviction{policy};
 }
-// As load_global and store_global, of what nobody needs in L2 afterwards: other lines stay there longer.
-__device__ __forceinline__ unsigned short load_once(const unsigned short* p) {
+__device__ __forceinline__ unsigned short load_global(const unsigned short* p, Eviction eviction) {
     unsigned short x;
-    asm volatile("ld.global.cg.L2::cache_hint.u16 %0, [%1], %2;"
-                 : "=h"(x)
-                 : "l"(p), "l"(evict_first().policy)
-                 : "memory");
+    asm volatile("ld.global.cg.L2::cache_hint.u16 %0, [%1], %2;" : "=h"(x) : "l"(p), "l"(eviction.policy) : "memory");
     return x;
 }
-__device__ __forceinline__ unsigned load_once(const unsigned* p) {
+__device__ __forceinline__ unsigned load_global(const unsigned* p, Eviction eviction) {
     unsigned x;
-    asm volatile("ld.global.cg.L2::cache_hint.u32 %0, [%1], %2;"
-                 : "=r"(x)
-                 : "l"(p), "l"(evict_first().policy)
-                 : "memory");
+    asm volatile("ld.global.cg.L2::cache_hint.u32 %0, [%1], %2;" : "=r"(x) : "l"(p), "l"(eviction.policy) : "memory");
     return x;
 }
-__device__ __forceinline__ uint2 load_once(const uint2* p) {
+__device__ __forceinline__ uint2 load_global(const uint2* p, Eviction eviction) {
     uint2 x;
     asm volatile("ld.global.cg.L2::cache_hint.v2.u32 {%0, %1}, [%2], %3;"
                  : "=r"(x.x), "=r"(x.y)
-                 : "l"(p), "l"(evict_first().policy)
+                 : "l"(p), "l"(eviction.policy)
                  : "memory");
     return x;
 }
-__device__ __forceinline__ uint4 load_once(const uint4* p) {
+__device__ __forceinline__ uint4 load_global(const uint4* p, Eviction eviction) {
     uint4 x;
     asm volatile("ld.global.cg.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
                  : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-                 : "l"(p), "l"(evict_first().policy)
+                 : "l"(p), "l"(eviction.policy)
                  : "memory");
     return x;
 }
-__device__ __forceinline__ void store_once(unsigned short* p, unsigned short x) {
-    asm volatile("st.global.L2::cache_hint.u16 [%0], %1, %2;" ::"l"(p), "h"(x), "l"(evict_first().policy) : "memory");
+__device__ __forceinline__ void store_global(unsigned short* p, unsigned short x, Eviction eviction) {
+    asm volatile("st.global.L2::cache_hint.u16 [%0], %1, %2;" ::"l"(p), "h"(x), "l"(eviction.policy) : "memory");
 }
-__device__ __forceinline__ void store_once(unsigned* p, unsigned x) {
-    asm volatile("st.global.L2::cache_hint.u32 [%0], %1, %2;" ::"l"(p), "r"(x), "l"(evict_first().policy) : "memory");
+__device__ __forceinline__ void store_global(unsigned* p, unsigned x, Eviction eviction) {
+    asm volatile("st.global.L2::cache_hint.u32 [%0], %1, %2;" ::"l"(p), "r"(x), "l"(eviction.policy) : "memory");
 }
-__device__ __forceinline__ void store_once(uint2* p, uint2 x) {
+__device__ __forceinline__ void store_global(uint2* p, uint2 x, Eviction eviction) {
     asm volatile("st.global.L2::cache_hint.v2.u32 [%0], {%1, %2}, %3;" ::"l"(p), "r"(x.x), "r"(x.y),
-                 "l"(evict_first().policy)
+                 "l"(eviction.policy)
                  : "memory");
 }
-__device__ __forceinline__ void store_once(uint4* p, uint4 x) {
+__device__ __forceinline__ void store_global(uint4* p, uint4 x, Eviction eviction) {
     asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(p), "r"(x.x), "r"(x.y), "r"(x.z),
-                 "r"(x.w), "l"(evict_first().policy)
+                 "r"(x.w), "l"(eviction.policy)
                  : "memory");
 }
 

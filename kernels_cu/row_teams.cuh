@@ -36,6 +36,17 @@ static __device__ __forceinline__ void renew_words(T& packed) {
     memcpy(&packed, words, sizeof(T));
 }
 
+// Asks for the rows of gr that entries read.
+struct Incoming {
+    const BANK* grad_readings;  // of the chunk's first token
+    RowSlice<BANK> row;
+
+    template <class Term>
+    __device__ __forceinline__ void load(const Term& term, int column, int D) {
+        row.load_shared_row(grad_readings + static_cast<long long>(term.token()) * D, column, D);
+    }
+};
+
 // add_blocks (rows.cuh) for a team.
 static __device__ __forceinline__ float add_team(float total, const float (&share)[LOADS], int column, int D) {
     if constexpr (LANES == 32) {
@@ -46,4 +57,12 @@ static __device__ __forceinline__ float add_team(float total, const float (&shar
         for (int apart = 4; apart > 0; apart /= 2) sum += __shfl_xor_sync(~0u, sum, apart);
         return sum + __shfl_xor_sync(~0u, sum, 8);
     }
+}
+
+// Adds the dot of an entry over one slice of its row to `*out`, which the first slice sets: where the team has one.
+static __device__ __forceinline__ void add_dot(bool given, float* out, const float (&share)[LOADS], int slice, int D) {
+    const bool writes = threadIdx.x % LANES == 0 && given;
+    const float before_slice = writes && slice > 0 ? *out : 0.0f;
+    const float sum = add_team(before_slice, share, slice, D);
+    if (writes) *out = sum;
 }

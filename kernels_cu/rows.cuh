@@ -4,8 +4,8 @@
 // So which lane sums which column follows from D and the format alone. Where rows are aligned to fewer bytes, a word is
 // loaded in pieces of VECTOR values, which divides D.
 //
-// Needs the macros BANK, VECTOR and LOADS (words of a lane in a slice of a row). ROWS_ONCE, where it is 1: what a launch
-// loads and stores of rows has no use for L2 afterwards.
+// Needs the macros BANK, VECTOR and LOADS (words of a lane in a slice of a row). Where ROWS_ONCE is 1, what is loaded and
+// stored of rows leaves L2 first: nobody needs it there soon.
 #pragma once
 
 #include "snapshot.cuh"
@@ -20,7 +20,7 @@ constexpr int piece_of = VECTOR * static_cast<int>(sizeof(T)) > 16 ? 16 / static
 template <class W>
 __device__ __forceinline__ W load_piece(const W* from) {
 #if ROWS_ONCE
-    return ptx::load_once(from);
+    return ptx::load_global(from, ptx::evict_first());
 #else
     return ptx::load_global(from);
 #endif
@@ -28,7 +28,7 @@ __device__ __forceinline__ W load_piece(const W* from) {
 template <class W>
 __device__ __forceinline__ void store_piece(W* to, W piece) {
 #if ROWS_ONCE
-    ptx::store_once(to, piece);
+    ptx::store_global(to, piece, ptx::evict_first());
 #else
     ptx::store_global(to, piece);
 #endif

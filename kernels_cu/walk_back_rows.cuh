@@ -181,7 +181,7 @@ struct WrittenRows : Rows {
         }
         const int most_queries = most_of(queries() + w * TEAMS);
         if (most_queries > 0) {
-            // As Phase A leaves the rows and GDS finds them.
+            // As the rows are stored: K entries are added before they are rounded, Q entries afterwards (phase_a.cu).
             if (record.count > 0) {
 #pragma unroll
                 for (int c = 0; c < WORD; ++c) {

@@ -112,7 +112,7 @@ struct Gather : Walk {
     __device__ __forceinline__ void sum_rows(const Entry* list, bool query, int column, float (&total)[VECTOR]) const {
         const int lanes = query ? R : W;
         const Rows rows = rows_at(column);
-#if SAVE  // what is kept fills L2 too: rows that are not read once more, to be written, leave it first
+#if SAVE  // what is kept fills L2 too: rows of reads leave it before those of writes, which are read once more
         const ptx::Eviction eviction = query ? ptx::evict_first() : ptx::evict_normal();
         const auto ask = [&](BankWord* to, const BANK* from) { ask_row(to, from, eviction); };
 #else

@@ -112,11 +112,12 @@ struct DecayWrite : Walk {
     __device__ __forceinline__ void keep_row(const Step& step, int j, int column, const BankWord& word,
                                              const float (&value)[VECTOR]) const {
         const long long at = ((step.call - first_kept) * capacity + j) * D + column;
+        // Nobody reads it soon: the rows that are written next stay in L2.
 #if SNAPSHOT == 1
-        ptx::store_once(reinterpret_cast<BankWord*>(static_cast<BANK*>(snapshot) + at), word);
+        ptx::store_global(reinterpret_cast<BankWord*>(static_cast<BANK*>(snapshot) + at), word, ptx::evict_first());
 #elif SNAPSHOT == 2
-        ptx::store_once(reinterpret_cast<Word<Bf16, VECTOR>*>(static_cast<Bf16*>(snapshot) + at),
-                        pack<Bf16, VECTOR>(value));
+        ptx::store_global(reinterpret_cast<Word<Bf16, VECTOR>*>(static_cast<Bf16*>(snapshot) + at),
+                          pack<Bf16, VECTOR>(value), ptx::evict_first());
 #endif
     }
     // Adds the terms behind the first; `ahead` are the first ones, UNIT apart.

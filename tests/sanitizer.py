@@ -103,8 +103,9 @@ def run_group(tool: str, tests: Sequence[str], log: Path, seconds: float) -> Out
             return Outcome(len(tests), False, time.monotonic() - begin, "did not end in time")
     text = log.read_text(encoding="utf-8", errors="replace")
     found = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: .*|Internal Sanitizer Error.*", text)
-    summary = f"tests {'passed' if code == 0 else 'failed'}; {'; '.join(found) or 'no summary'}"
-    clean = code == 0 and found == [CLEAN[tool]]
+    ran = code == 0 and re.search(r"\d+ passed", text) is not None
+    summary = f"tests {'passed' if ran else 'failed or skipped'}; {'; '.join(found) or 'no summary'}"
+    clean = ran and found == [CLEAN[tool]]
     return Outcome(len(tests), clean, time.monotonic() - begin, summary)
 
 
@@ -112,6 +113,9 @@ def run_tool(tool: str, tests: Sequence[str], processes: int, seconds: float, lo
     """Run all groups under a tool, print what was not clean and a line for all; return whether all was."""
     end = time.monotonic() + seconds
     groups = groups_for(tool, tests)
+    if not groups:
+        print(f"{tool}: no tests")
+        return False
 
     def run(item: tuple[str, list[str]]) -> tuple[str, Outcome]:
         name, members = item

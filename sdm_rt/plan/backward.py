@@ -291,9 +291,8 @@ def _gds_of(shape: WriteReadShape, device: DeviceModel, streams: int, first: str
         floor_bytes=floor,
         pdl=device.pdl,
         triggers=device.pdl,
-        note="rows that the step does not write, beside Phase A"
-        if not shape.shared_bank
-        else "rows that the step does not write, a stream after the other",
+        note="rows that the step does not write"
+        + (", beside Phase A" if first in (FIRST_STREAM, f"{FIRST_STREAM}_0") else ""),
     )
     return _one_wave(launch, shape, device, read_capacity(shape))
 
@@ -350,8 +349,8 @@ def plan_backward(shape: WriteReadShape, device: DeviceModel, schedule: str | No
     (`sdm_rt.plan.persistent_backward`).
 
     Where the GPU has PDL every launch of the loop is a programmatic dependent of the one before it, except
-    the first, and lets its own dependent start early, which then waits (GDS at its end alone); the launches
-    after the loop are plain.
+    the first, and lets its own dependent start early, which then waits (GDS at its end alone, unless another
+    stream's is before it); the launches after the loop are plain.
 
     Parameters
     ----------

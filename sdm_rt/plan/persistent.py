@@ -42,7 +42,8 @@ __all__ = [
 PRODUCT_TILE = 64
 PRODUCT_PAIRS = 16  # most pairs of rows in a tile
 PRODUCT_WIDTH = 2  # columns of a thread in the products
-SPREAD = 1.2  # of the time that a step's bytes take: over this the clusters start, where nothing is kept
+SPREAD = 1.2  # of the time that a step's bytes take: over this the clusters start, where nothing is kept,
+MOST_OF_A_WALK = 0.02  # and over no more of a walk's
 CLOCK_MHZ = 1800  # about an SM's; no bit depends on it
 BATCH_ROWS = 4  # rows of a thread that are asked for together
 RINGS = (3, 1)  # batches of a thread under way, the preferred count first
@@ -189,7 +190,7 @@ def _launch(
     inputs = ("k_idx", "q_idx", "v", "k_eff", "q_w", "x", "qx", "a", "strength", "slots", "slot_count")
     reads = ("memory", *inputs, "write_terms", "lengths", "cu_seqlens")
     place = "delta in the place of residual" if layout.in_place else "residual and delta side by side"
-    spread = start_spread_us(shape, device, config, step_floor)
+    spread = start_spread_us(shape, device, config, step_floor, steps)
     return Launch(
         name="persistent_forward",
         kernel=kernel,
@@ -218,16 +219,18 @@ def _launch(
 
 
 def start_spread_us(
-    shape: WriteReadShape, device: DeviceModel, config: PersistentConfig, step_floor: int
+    shape: WriteReadShape, device: DeviceModel, config: PersistentConfig, step_floor: int, steps: int
 ) -> float:
-    """Return the microseconds over which the clusters of a walk start.
+    """Return the microseconds over which the clusters of a walk of ``steps`` steps start.
 
     Clusters in step with each other share the memory's bandwidth while they gather and leave it idle while
     they compute. Spread out they gather in turn: 8 percent less time at "flagship" without gradients on an
-    H200, none less where rows are kept too. Where not all run at once they are out of step anyway.
+    H200, none less where rows are kept too. Where not all run at once they are out of step anyway. The last
+    to start is the last to end, so a short walk spreads them less.
     """
-    at_once = config.clusters(shape) <= device.clusters_at_once(config.cluster)
-    return SPREAD * device.floor_us(step_floor) if at_once and not shape.training else 0.0
+    if shape.training or config.clusters(shape) > device.clusters_at_once(config.cluster):
+        return 0.0
+    return min(SPREAD, MOST_OF_A_WALK * steps) * device.floor_us(step_floor)
 
 
 def steps_of_walk(shape: WriteReadShape, slab_steps: int) -> int:
@@ -312,7 +315,7 @@ def persistent_constants(
     """Return the numbers among the arguments of a launch of ``walk_steps`` steps that its layout fixes."""
     vector = int(dict(launch.kernel.defines)["VECTOR"])
     config, layout = _choose(shape, device, vector, PersistentConfig.of(shape, launch))
-    spread = start_spread_us(shape, device, config, launch.floor_bytes // walk_steps)
+    spread = start_spread_us(shape, device, config, launch.floor_bytes // walk_steps, walk_steps)
     return {
         "start_spread": round(spread * CLOCK_MHZ),
         "list_tokens": layout.list_tokens,

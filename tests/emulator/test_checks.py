@@ -52,7 +52,7 @@ CHECKS = {
     "trap": ("trap", r"__trap"),
 }
 TRIGGERS = ("trigger_after_wait", "trigger_before_wait")
-PDL_ENTRIES = ("early_read", "early_write", "early_update", *TRIGGERS, "one_block_waits")
+PDL_ENTRIES = ("early_read", "early_write", "early_update", "early_atomic", *TRIGGERS, "one_block_waits")
 ENTRIES = (*CHECKS, *PDL_ENTRIES, "sound")
 USES_SHARED = (
     "race_of_a_block",
@@ -192,6 +192,27 @@ def test_a_dependent_may_write_early_what_no_launch_on_the_way_touches() -> None
 def test_a_dependent_must_wait_before(entry: str, changes: dict[str, str]) -> None:
     with pytest.raises(EmulatorError, match=r"before griddepcontrol\.wait"):
         after_another(entry, **changes)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_this_launch_has_touched_hides_no_early_access(seed: int) -> None:
+    """Block 0 waits and adds to `count` before or after block 1, which does not wait."""
+    first = values_of()
+    second = {**values_of(), "count": first["count"]}
+    with pytest.raises(EmulatorError, match=r"before griddepcontrol\.wait") as caught:
+        run([Call(launch_of("sound"), first), Call(launch_of("early_atomic"), second)], seed=seed)
+    assert caught.value.kind == "pdl"
+
+
+def test_launches_that_trigger_before_they_wait_keep_each_other_on_the_way() -> None:
+    first, second, third = values_of(), values_of(), values_of()
+    early = [Call(launch_of("trigger_before_wait"), values) for values in (second, third)]
+    last = Call(launch_of("early_read"), values_of() | {"x": first["y"]})
+    with pytest.raises(EmulatorError, match=r"before griddepcontrol\.wait.*under way and writes it"):
+        run([Call(launch_of("sound"), first), *early, last])
+    with pytest.raises(EmulatorError, match=r"under way and may touch it"):  # before the first launch
+        run([early[0], Call(launch_of("early_read"), values_of())])
+    run([Call(launch_of("trigger_after_wait"), second), Call(launch_of("early_read"), values_of())])
 
 
 @pytest.mark.parametrize("between", TRIGGERS)

@@ -1,4 +1,4 @@
-"""Training steps of small shapes that reach every variant of the write-read kernels.
+"""Calls of small shapes that reach every variant of the write-read kernels.
 
 ``tests/sanitizer.py`` runs them under compute-sanitizer.
 """
@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from sdm_rt import last_dispatch
+from sdm_rt import last_dispatch, sdm_write_read
 from sdm_rt.ops import bound_plans
 from sdm_rt.plan.shapes import QUANTIZED, SNAPSHOTS
 from tests.gpu.training import Found, op_step
-from tests.problems import make_problem
+from tests.problems import Problem, make_problem
 from tests.tolerances import assert_close, assert_same_bits
 
 pytestmark = pytest.mark.gpu
@@ -25,20 +25,21 @@ APPROXIMATE = ("k_val", "g", "q_val", "restored bank")
 COLUMNS = (16, 33, 68, 136, 264, 520, 1096)
 
 
+def problem_of(dtype: torch.dtype, columns: int, int32: bool) -> Problem:
+    """Two streams, ragged with 64-bit indices; slots meet in a chunk and across chunks."""
+    lengths = None if int32 else (90, 61)
+    options: dict[str, Any] = {
+        "seed": columns,
+        "writes": "repeats",
+        "gate_per_write": int32,
+        "lengths": lengths,
+    }
+    return make_problem(2, 90, 5, 7, columns, 48, **options).cast(dtype)
+
+
 def step(dtype: torch.dtype, columns: int, chunk: int, int32: bool = False, **options: Any) -> Found:
-    """One step of two streams, ragged with 64-bit indices; slots meet in a chunk and across chunks."""
-    problem = make_problem(
-        2,
-        90,
-        5,
-        7,
-        columns,
-        48,
-        seed=columns,
-        writes="repeats",
-        gate_per_write=int32,
-        lengths=None if int32 else (90, 61),
-    ).cast(dtype)
+    """Run one step."""
+    problem = problem_of(dtype, columns, int32)
     changes = {}
     if int32:
         changes = {name: getattr(problem, name).cuda().int() for name in ("k_idx", "q_idx")}
@@ -71,6 +72,38 @@ def test_persistent(dtype: torch.dtype, columns: int, chunk: int) -> None:
         assert last_dispatch()["schedule"] == "persistent"
         for name, x in want.items():
             assert_same_bits(f"{snapshot}: {name}", found[name], x)
+
+
+@pytest.mark.parametrize("chunk", [16, 80])
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+def test_persistent_and_stepwise_without_gradients(dtype: torch.dtype, columns: int, chunk: int) -> None:
+    problem = problem_of(dtype, columns, int32=False)
+    given = {name: x.cuda() for name, x in problem.inputs().items()}
+    options = {name: x.cuda() if torch.is_tensor(x) else x for name, x in problem.options().items()}
+    found = []
+    for schedule in ("stepwise", "persistent"):
+        bank = problem.memory.cuda().clone()
+        with torch.no_grad():
+            readings = sdm_write_read(bank, **given, chunk_size=chunk, schedule=schedule, **options)
+        assert last_dispatch()["schedule"] == schedule
+        found.append({"readings": readings, "final bank": bank})
+    for name, x in found[0].items():
+        assert torch.isfinite(x).all(), name
+        assert_same_bits(name, found[1][name], x)
+
+
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_streams_of_one_bank(columns: int) -> None:
+    """Streams write slots of their own and read slots that nobody writes, in turn."""
+    problem = problem_of(torch.bfloat16, columns, int32=False)
+    written = problem.k_idx % 16
+    for stream in range(2):
+        written[stream] += 16 * stream
+    changes = {"k_idx": written.cuda(), "q_idx": (32 + problem.q_idx % 16).cuda()}
+    found = op_step(problem, changes=changes, chunk_size=16, shared_bank=True, num_memory_slots=0)
+    for name, tensor in found.items():
+        assert torch.isfinite(tensor).all(), name
 
 
 @pytest.mark.parametrize("snapshot", QUANTIZED)

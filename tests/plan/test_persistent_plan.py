@@ -81,12 +81,17 @@ def test_cut_and_shared_memory_of_the_known_cases(
 
 
 def test_clusters_start_spread_out_where_nothing_is_kept_and_all_run_at_once() -> None:
-    """Over 1.2 times the time of a step's bytes: of flagship 3 x 2 x 4,096 rows of 2 KB at 4.25 TB/s."""
+    """Over 1.2 times the time of a step's bytes, of a short walk over a fiftieth of the walk's.
+
+    Of flagship a step's are 3 x 2 x 4,096 rows of 2 KB, at 4.25 TB/s.
+    """
     no_grad = dataclasses.replace(FLAGSHIP, training=False)
-    plan, launch = planned(no_grad, "h200")
-    spread_us = 1.2 * 3 * 2 * 64 * 64 * 2048 / 4.25e6
-    assert f"clusters start over {spread_us:.1f} us" in launch.note
-    assert forward_constants(plan)["start_spread"] == round(spread_us * 1800)
+    floor_us = 3 * 2 * 64 * 64 * 2048 / 4.25e6
+    for steps, floors in ((512, 1.2), (60, 1.2), (30, 0.6), (1, 0.02)):
+        plan, launch = planned(dataclasses.replace(no_grad, tokens=64 * steps), "h200")
+        spread_us = floors * floor_us
+        assert f"clusters start over {spread_us:.1f} us" in launch.note
+        assert forward_constants(plan)["start_spread"] == round(spread_us * 1800)
     more_clusters_than_sms = dataclasses.replace(no_grad, streams=40)
     for shape in (FLAGSHIP, more_clusters_than_sms):
         plan, launch = planned(shape, "h200")

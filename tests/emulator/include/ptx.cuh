@@ -31,21 +31,6 @@ inline T load_readonly(const T* p) {
 inline unsigned load_readonly_extended(const unsigned short* p) {
     return load_readonly(p);
 }
-template <class T>
-inline T load_global(const T* p) {
-    emulator::check_aligned(p, sizeof(T));
-    return *p;
-}
-template <class T>
-inline void load_global_if(bool needed, const T* p, T& x) {
-    if (needed) x = load_global(p);
-}
-template <class T>
-inline void store_global(T* p, const T& x) {
-    emulator::check_aligned(p, sizeof(T));
-    *p = x;
-}
-
 struct Eviction {};
 inline Eviction evict_first() {
     return {};
@@ -54,12 +39,18 @@ inline Eviction evict_normal() {
     return {};
 }
 template <class T>
-inline T load_once(const T* p) {
-    return load_global(p);
+inline T load_global(const T* p, Eviction = {}) {
+    emulator::check_aligned(p, sizeof(T));
+    return *p;
 }
 template <class T>
-inline void store_once(T* p, const T& x) {
-    store_global(p, x);
+inline void load_global_if(bool needed, const T* p, T& x) {
+    if (needed) x = load_global(p);
+}
+template <class T>
+inline void store_global(T* p, const T& x, Eviction = {}) {
+    emulator::check_aligned(p, sizeof(T));
+    *p = x;
 }
 
 // ---- asynchronous copies, global to shared ----

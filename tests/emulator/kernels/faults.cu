@@ -192,6 +192,12 @@ FAULT(early_update) {
     ptx::pdl_wait();
 }
 
+FAULT(early_atomic) {
+    if (blockIdx.x == 0) ptx::pdl_wait();
+    atomicAdd(count, 1);
+    ptx::pdl_wait();
+}
+
 FAULT(trigger_after_wait) {
     ptx::pdl_wait();
     ptx::pdl_trigger();

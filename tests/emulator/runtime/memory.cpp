@@ -124,16 +124,21 @@ void Memory::race_across(const Region& region, size_t offset, const char* now, c
 
 void Memory::check_before_wait(const Region& region, const Cell& cell, size_t offset, Access kind, const void* pc) {
     const auto on_the_way = [this](uint32_t run) { return run >= on_the_way_ && run < first_run_of_launch_; };
-    const uint32_t read_run = cell.read_run < first_run_of_launch_ ? cell.read_run : cell.read_before;
-    const bool read_early = kind != Access::read && on_the_way(read_run);
-    if (after_unknown_ || on_the_way(cell.write_run) || read_early)
+    const bool untouched = cell.read_run < first_run_of_launch_ && cell.write_run < first_run_of_launch_;
+    const bool written = on_the_way(untouched ? cell.write_run : cell.write_before);
+    const bool read = on_the_way(untouched ? cell.read_run : cell.read_before);
+    if (after_unknown_ || written || (kind != Access::read && read))
         fail_at(pc, "pdl",
                 "%s byte %zu of global memory '%s' before griddepcontrol.wait, beside a launch that may still be under "
                 "way and %s it",
                 kind == Access::read ? "reads" : "writes", offset, region.name.c_str(),
-                after_unknown_                   ? "may touch"
-                    : on_the_way(cell.write_run) ? "writes"
-                                                 : "reads");
+                after_unknown_ ? "may touch" : written ? "writes" : "reads");
+}
+
+void Memory::remember_earlier_launches(Cell& cell) const {
+    if (cell.read_run >= first_run_of_launch_ || cell.write_run >= first_run_of_launch_) return;
+    cell.write_before = cell.write_run;
+    cell.read_before = cell.read_run;
 }
 
 void Memory::read_byte(Region& region, Cell& cell, size_t offset, const void* pc) {
@@ -151,7 +156,7 @@ void Memory::read_byte(Region& region, Cell& cell, size_t offset, const void* pc
     }
     const Epoch now{fiber.clock.own, fiber.number};
     if (cell.read_run != run_) {
-        if (cell.read_run < first_run_of_launch_) cell.read_before = cell.read_run;
+        remember_earlier_launches(cell);
         cell.read_by_other_run = cell.read_run >= first_run_of_launch_;
         cell.read_run = run_;
         cell.read = now;
@@ -189,6 +194,7 @@ void Memory::write_byte(Region& region, Cell& cell, size_t offset, bool atomic, 
     } else if (cell.read_run >= first_run_of_launch_) {
         race_across(region, offset, "writes", "read", pc);
     }
+    remember_earlier_launches(cell);
     cell.write_run = run_;
     cell.write = Epoch{fiber.clock.own, fiber.number};
     cell.atomic_write = atomic;

@@ -20,7 +20,8 @@ struct Epoch {
 // The history of one byte, as far as races and unwritten bytes need it. A run is one cluster of one launch.
 struct Cell {
     uint32_t write_run = 0, read_run = 0;
-    uint32_t read_before = 0;  // the latest run of an earlier launch that read it, once this launch has read it too
+    // The latest runs of earlier launches that wrote and read it, once this launch has touched it too.
+    uint32_t write_before = 0, read_before = 0;
     Epoch write, read;
     uint32_t more_reads = 0;  // index + 1 of the first of a list of further readers
     bool initialized = false;
@@ -74,6 +75,7 @@ class Memory {
     }
 
   private:
+    void remember_earlier_launches(Cell& cell) const;
     void check_before_wait(const Region& region, const Cell& cell, size_t offset, Access kind, const void* pc);
     void read_byte(Region& region, Cell& cell, size_t offset, const void* pc);
     void write_byte(Region& region, Cell& cell, size_t offset, bool atomic, const void* pc);

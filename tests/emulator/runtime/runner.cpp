@@ -197,12 +197,11 @@ int execute(const char* request_path, const char* response_path) {
         // unknown.
         launch.on_the_way = memory.next_run();
         bool dependent = launch.pdl;
-        for (size_t before = earlier.size(); dependent && !launch.after_unknown; --before) {
-            launch.after_unknown = before == 0;
-            if (before == 0) break;
-            const Earlier& one = earlier[before - 1];
-            launch.on_the_way = one.first_run;
-            dependent = one.pdl && one.triggers_early;
+        for (auto one = earlier.rbegin(); dependent; ++one) {
+            launch.after_unknown = one == earlier.rend();
+            if (launch.after_unknown) break;
+            launch.on_the_way = one->first_run;
+            dependent = one->pdl && one->triggers_early;
         }
         for (Region* region : buffers) region->writable = region->readable = false;
         const auto written = reader.number<uint32_t>();

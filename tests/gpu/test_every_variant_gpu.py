@@ -25,21 +25,23 @@ APPROXIMATE = ("k_val", "g", "q_val", "restored bank")
 COLUMNS = (16, 33, 68, 136, 264, 520, 1096)
 
 
-def problem_of(dtype: torch.dtype, columns: int, int32: bool) -> Problem:
+def problem_of(dtype: torch.dtype, columns: int, int32: bool, tokens: int = 40) -> Problem:
     """Two streams, ragged with 64-bit indices; slots meet in a chunk and across chunks."""
-    lengths = None if int32 else (90, 61)
+    lengths = None if int32 else (tokens, 2 * tokens // 3)
     options: dict[str, Any] = {
         "seed": columns,
         "writes": "repeats",
         "gate_per_write": int32,
         "lengths": lengths,
     }
-    return make_problem(2, 90, 5, 7, columns, 48, **options).cast(dtype)
+    return make_problem(2, tokens, 5, 7, columns, 48, **options).cast(dtype)
 
 
-def step(dtype: torch.dtype, columns: int, chunk: int, int32: bool = False, **options: Any) -> Found:
-    """Run one step."""
-    problem = problem_of(dtype, columns, int32)
+def step(
+    dtype: torch.dtype, columns: int, chunk: int, int32: bool = False, tokens: int = 40, **options: Any
+) -> Found:
+    """Run one step: of few tokens, since a tool may take a thousand times as long."""
+    problem = problem_of(dtype, columns, int32, tokens)
     changes = {}
     if int32:
         changes = {name: getattr(problem, name).cuda().int() for name in ("k_idx", "q_idx")}
@@ -111,11 +113,11 @@ def test_persistent_walks_of_one_step_of_two_and_of_all(
     snapshot: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Six steps; the last walk of some is short. Every plan is made anew."""
-    want = step(torch.bfloat16, 264, 16, snapshot_quant=snapshot, schedule="stepwise")
+    want = step(torch.bfloat16, 264, 16, tokens=90, snapshot_quant=snapshot, schedule="stepwise")
     for steps in (1, 2, 4, 6):
         monkeypatch.setattr("sdm_rt.plan.forward.steps_of_walk", lambda *_, steps=steps: steps)
         monkeypatch.setattr(bound_plans, "_memo", bound_plans._Memo())
-        found = step(torch.bfloat16, 264, 16, snapshot_quant=snapshot, schedule="persistent")
+        found = step(torch.bfloat16, 264, 16, tokens=90, snapshot_quant=snapshot, schedule="persistent")
         for name, x in want.items():
             assert_same_bits(f"{steps} steps: {name}", found[name], x)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import astuple
 from typing import Any
@@ -20,7 +21,10 @@ settings.load_profile("suite")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     skip = pytest.mark.skip(reason="needs a CUDA GPU; torch.cuda.is_available() is False here")
+    beside_others = pytest.mark.skip(reason="measures the GPU's free memory: run it without -n")
     for item in items:
+        if item.get_closest_marker("alone") is not None and "PYTEST_XDIST_WORKER" in os.environ:
+            item.add_marker(beside_others)
         if item.get_closest_marker("gpu") is not None:
             item.user_properties.append(("gpu", "yes"))  # in the JUnit report, for tests/validation.py
             if not torch.cuda.is_available():

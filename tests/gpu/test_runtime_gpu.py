@@ -303,6 +303,7 @@ def test_a_captured_plan_replays_with_other_tensors() -> None:
         assert_same_bits("bank", which[0], memory)
 
 
+@pytest.mark.alone
 def test_capturing_in_a_loop_does_not_grow_memory() -> None:
     launch = prepared_decode(4, 16, 64, 32)
     context = driver.primary_context(torch.cuda.current_device())

@@ -402,6 +402,7 @@ def test_copies_of_a_layer_with_graphs() -> None:
     sides.warm()
 
 
+@pytest.mark.alone
 def test_graphs_are_dropped_with_their_memory() -> None:
     layer = pair(**EVERYTHING)[1]
     x = token()

@@ -131,6 +131,7 @@ def test_suspended_and_reset() -> None:
         assert_same_bits(name, gradient, want[name])
 
 
+@pytest.mark.alone
 def test_graphs_are_dropped_with_their_memory() -> None:
     _, replayed = pair()
 

@@ -76,19 +76,20 @@ def test_persistent(dtype: torch.dtype, columns: int, chunk: int) -> None:
             assert_same_bits(f"{snapshot}: {name}", found[name], x)
 
 
+@pytest.mark.parametrize("schedule", ["stepwise", "persistent"])
 @pytest.mark.parametrize("chunk", [16, 80])
 @pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
-def test_persistent_and_stepwise_without_gradients(dtype: torch.dtype, columns: int, chunk: int) -> None:
+def test_without_gradients(dtype: torch.dtype, columns: int, chunk: int, schedule: str) -> None:
     problem = problem_of(dtype, columns, int32=False)
     given = {name: x.cuda() for name, x in problem.inputs().items()}
     options = {name: x.cuda() if torch.is_tensor(x) else x for name, x in problem.options().items()}
     found = []
-    for schedule in ("stepwise", "persistent"):
+    for one in ("stepwise", schedule):
         bank = problem.memory.cuda().clone()
         with torch.no_grad():
-            readings = sdm_write_read(bank, **given, chunk_size=chunk, schedule=schedule, **options)
-        assert last_dispatch()["schedule"] == schedule
+            readings = sdm_write_read(bank, **given, chunk_size=chunk, schedule=one, **options)
+        assert last_dispatch()["schedule"] == one
         found.append({"readings": readings, "final bank": bank})
     for name, x in found[0].items():
         assert torch.isfinite(x).all(), name

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 STUB = """#!/bin/sh
 echo "$*" >> "$CALLS"
 case "$*" in
-    *pytest*" -n "*) for name in nvcc gcc g++ cc c++ clang; do command -v $name >> "$CALLS"; done ;;
+    "-m pytest "*) for name in nvcc gcc g++ cc c++ clang; do command -v $name >> "$CALLS"; done ;;
     *fingerprint*) echo sources ;;
     *gpu_slug*) echo a100 ;;
 esac

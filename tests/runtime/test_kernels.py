@@ -16,7 +16,8 @@ from sdm_rt.runtime.sources import expand, find_kernels
 COMMITTED: dict[str, dict[str, dict[str, Any]]] = json.loads(TABLE.read_text(encoding="utf-8"))
 SAMPLE = 12  # one variant in so many is compiled for a target
 # Bytes a thread: what ptxas spills to reach a better occupancy; a local array is larger. More where rows are
-# loaded value by value (gwr, phase_a), and in the persistent kernels, whose threads have 128 registers each.
+# loaded value by value (gwr), where Phase A holds four words of a row in 128 registers, and in the persistent
+# kernels, whose threads have as many.
 MOST_SPILLED = 96
 SPILLED = {"gwr.cu": 256, "phase_a.cu": 224, "persistent_forward.cu": 224, "persistent_backward.cu": 1024}
 NVRTC = (12, 9)

@@ -8,9 +8,7 @@ run of the same tests without a tool before fills the compile cache. A group is 
 the tool reports nothing.
 
 Errors that the driver returns are not reported: a launch from a thread without a context is refused, and
-then made with it (`sdm_rt.runtime.launcher.PreparedLaunch.run`). racecheck does not get the tests of the
-persistent schedules: it fails of itself on their kernels, clusters of blocks whose rows arrive by
-asynchronous copies.
+then made with it (`sdm_rt.runtime.launcher.PreparedLaunch.run`).
 """
 
 from __future__ import annotations
@@ -68,19 +66,19 @@ def collect() -> list[str]:
 
 
 def group_of(test: str) -> str:
-    """Return the group of a test: of whole steps their case, since cases share few kernels; else its file."""
+    """Return the group of a test: its file, or of whole steps those of one case, which share a step."""
     path, _, name = test.partition("::")
     if "every_variant" not in path:
         return Path(path).stem
-    return re.sub(r"^test_(stepwise|persistent)(?=\[)|-(stepwise|persistent)(?=\])", "", name)
+    case = re.search(r"\[torch\.[a-z0-9]+-\d+-\d+", name)
+    return case.group() + "]" if case else re.sub(r"-(stepwise|persistent)(?=\])", "", name)
 
 
-def groups_for(tool: str, tests: Sequence[str]) -> dict[str, list[str]]:
-    """Return the groups that a tool gets, those of a file first, then those with the most columns."""
+def groups_of(tests: Sequence[str]) -> dict[str, list[str]]:
+    """Return the tests by group: those of a file first, then those with the most columns."""
     groups: dict[str, list[str]] = {}
     for test in tests:
-        if tool != "racecheck" or "persistent" not in test:
-            groups.setdefault(group_of(test), []).append(test)
+        groups.setdefault(group_of(test), []).append(test)
 
     def size(group: str) -> int:
         return max((int(number) for number in re.findall(r"-(\d+)", group)), default=10**6)
@@ -112,7 +110,7 @@ def run_group(tool: str, tests: Sequence[str], log: Path, seconds: float) -> Out
 def run_tool(tool: str, tests: Sequence[str], processes: int, seconds: float, logs: Path) -> bool:
     """Run all groups under a tool, print what was not clean and a line for all; return whether all was."""
     end = time.monotonic() + seconds
-    groups = groups_for(tool, tests)
+    groups = groups_of(tests)
     if not groups:
         print(f"{tool}: no tests")
         return False

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from collections.abc import Hashable
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from sdm_rt import env
 from sdm_rt.ops import checks
 from sdm_rt.ops.library import is_traced
 from sdm_rt.ops.write_read_autograd import write_read_in_place, write_read_with_final_bank
-from sdm_rt.ops.write_read_call import WriteReadCall, check_values, needs_backward
+from sdm_rt.ops.write_read_call import WriteReadCall, check_values, flat_tokens, needs_backward
 from sdm_rt.ops.write_read_operators import traced_write_read
 from sdm_rt.ops.write_read_paths import path_of
 from sdm_rt.plan.column_slices import SCHEDULES
@@ -23,32 +24,116 @@ from sdm_rt.runtime.interop import is_foreign, producer_stream, to_caller, to_te
 __all__ = ["sdm_write_read"]
 
 _PLAIN = (Tensor, Parameter)
+MOST_CHECKED = 1024  # calls that are remembered; lengths that differ at every step must not fill the memory
 
 
-def _check_options(
-    chunk_size: int,
-    snapshot_quant: str,
-    schedule: str | None,
-    max_seqlen: int | None,
-) -> None:
-    checks.check_int("chunk_size", chunk_size, 1, MAX_CHUNK)
-    checks.check_choice("snapshot_quant", snapshot_quant, SNAPSHOTS)
-    if schedule is not None:
-        checks.check_choice("schedule", schedule, SCHEDULES)
-    if max_seqlen is not None:
-        checks.check_int("max_seqlen", max_seqlen, 0, None)
+class _Options(NamedTuple):
+    """The arguments of a call that are no tensors and that its shapes are checked against."""
+
+    chunk_size: int
+    num_memory_slots: int
+    num_parallel: int
+    snapshot_quant: str
+    key_weighted_decay: bool | None
+    shared_bank: bool
+    grad_bank_fp32: bool
+    max_seqlen: int | None
+    schedule: str | None
 
 
-def _check_gpu_call(memory: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -> None:
+def _check_options(options: _Options) -> None:
+    checks.check_int("chunk_size", options.chunk_size, 1, MAX_CHUNK)
+    checks.check_int("num_memory_slots", options.num_memory_slots, 0, None)
+    checks.check_int("num_parallel", options.num_parallel, 0, None)
+    checks.check_choice("snapshot_quant", options.snapshot_quant, SNAPSHOTS)
+    if options.schedule is not None:
+        checks.check_choice("schedule", options.schedule, SCHEDULES)
+    if options.max_seqlen is not None:
+        checks.check_int("max_seqlen", options.max_seqlen, 0, None)
+
+
+def _check_device(device: torch.device, memory: Tensor, packed: bool, options: _Options) -> None:
+    if device.type != "cuda":
+        if options.schedule is not None:
+            raise ValueError(
+                f"schedule: expected None for CPU tensors, which run the recurrence, got {options.schedule!r}"
+            )
+        return
     if memory.dtype == torch.float64:
         raise TypeError(
             "memory: expected dtype float32, bfloat16 or float16 on a GPU, got float64 (CPU only)"
         )
-    if cu_seqlens is not None and max_seqlen is None:
+    if packed and options.max_seqlen is None:
         raise ValueError(
             "max_seqlen: expected the tokens of the longest stream with cu_seqlens on a GPU (the host does "
             "not wait to look), got None"
         )
+
+
+def _check_call(
+    memory: Tensor, tensors: dict[str, Tensor], streams: dict[str, Tensor], options: _Options
+) -> WriteReadCall:
+    """Check all that shapes, dtypes, layouts and devices tell; return the call beside its tensors."""
+    checks.check_bank(memory)
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+    shape = checks.resolve_streams(
+        memory,
+        tensors["k_idx"],
+        options.num_memory_slots,
+        options.num_parallel,
+        options.shared_bank,
+        streams.get("lengths"),
+        streams.get("cu_seqlens"),
+    )
+    flat = checks.flatten_tokens(tensors, shape)
+    writes, _ = checks.check_token_tensors(memory, flat, shape.leading, "sum T" if shape.packed else "P*T")
+    weighted, gates = options.key_weighted_decay, flat["g"].shape[-1]
+    if weighted is not None and gates != (writes if weighted else 1):
+        raise ValueError(
+            f"g: expected width {writes if weighted else 1}, as key_weighted_decay={weighted} says, "
+            f"got {gates}"
+        )
+    device = checks.check_one_device({"memory": memory, **flat, **streams})
+    longest = options.max_seqlen
+    if longest is not None and not streams and longest < shape.tokens:
+        raise ValueError(f"max_seqlen: expected at least T = {shape.tokens}, got {longest}")
+    _check_device(device, memory, shape.packed, options)
+    return WriteReadCall(
+        shape,
+        shape.tokens if longest is None else min(longest, shape.tokens),
+        options.chunk_size,
+        options.snapshot_quant,
+        options.grad_bank_fp32,
+        options.schedule,
+    )
+
+
+# Calls that were checked, by all that `_check_call` looks at.
+_checked: dict[Hashable, WriteReadCall] = {}
+
+
+def _known_call(
+    memory: Tensor, tensors: dict[str, Tensor], streams: dict[str, Tensor], options: _Options
+) -> WriteReadCall:
+    """Do as `_check_call` does, once for calls that are alike."""
+    key = (
+        options,
+        memory.shape,
+        memory.stride(),
+        memory.dtype,
+        memory.device,
+        *[(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors.values()],
+        *[(name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in streams.items()],
+    )
+    call = _checked.get(key)
+    if call is None:
+        call = _check_call(memory, tensors, streams, options)
+        if len(_checked) >= MOST_CHECKED:
+            _checked.clear()
+        _checked[key] = call
+    return call
 
 
 def _check_plain(tensors: dict[str, Tensor]) -> None:
@@ -247,62 +332,43 @@ def sdm_write_read(
     call that needs a backward then runs on a copy of the bank: the values and gradients are the same, but its
     backward does not restore the bank.
     """
-    _check_options(chunk_size, snapshot_quant, schedule, max_seqlen)
+    options = _Options(
+        chunk_size,
+        num_memory_slots,
+        num_parallel,
+        snapshot_quant,
+        key_weighted_decay,
+        shared_bank,
+        grad_bank_fp32,
+        max_seqlen,
+        schedule,
+    )
+    _check_options(options)
     tensors = {"k_idx": k_idx, "k_val": k_val, "v": v, "beta": beta, "g": g, "q_idx": q_idx, "q_val": q_val}
-    if any(map(is_foreign, (memory, *tensors.values(), lengths, cu_seqlens))):
+    streams = {name: t for name, t in (("lengths", lengths), ("cu_seqlens", cu_seqlens)) if t is not None}
+    given = {"memory": memory, **tensors, **streams}
+    only_tensors = True
+    for array in given.values():
+        only_tensors = only_tensors and isinstance(array, Tensor)
+    if not only_tensors and any(map(is_foreign, given.values())):
         result: Tensor | tuple[Tensor, Tensor] = _on_foreign_arrays(
-            {"memory": memory, **tensors, "lengths": lengths, "cu_seqlens": cu_seqlens},
-            chunk_size=chunk_size,
-            num_memory_slots=num_memory_slots,
-            num_parallel=num_parallel,
-            snapshot_quant=snapshot_quant,
-            key_weighted_decay=key_weighted_decay,
-            shared_bank=shared_bank,
-            grad_bank_fp32=grad_bank_fp32,
-            return_final_bank=return_final_bank,
-            max_seqlen=max_seqlen,
-            check_indices=check_indices,
-            schedule=schedule,
+            given, **options._asdict(), return_final_bank=return_final_bank, check_indices=check_indices
         )
         return result
-    checks.check_bank(memory)
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
-    shape = checks.resolve_streams(
-        memory, k_idx, num_memory_slots, num_parallel, shared_bank, lengths, cu_seqlens
-    )
-    flat = checks.flatten_tokens(tensors, shape)
-    writes, _ = checks.check_token_tensors(memory, flat, shape.leading, "sum T" if shape.packed else "P*T")
-    if key_weighted_decay is not None and g.shape[-1] != (writes if key_weighted_decay else 1):
-        raise ValueError(
-            f"g: expected width {writes if key_weighted_decay else 1}, as "
-            f"key_weighted_decay={key_weighted_decay} says, got {g.shape[-1]}"
-        )
-    streams = {name: t for name, t in (("lengths", lengths), ("cu_seqlens", cu_seqlens)) if t is not None}
-    given = {"memory": memory, **flat, **streams}
-    device = checks.check_one_device(given)
-    if max_seqlen is not None and lengths is None and cu_seqlens is None and max_seqlen < shape.tokens:
-        raise ValueError(f"max_seqlen: expected at least T = {shape.tokens}, got {max_seqlen}")
-    if device.type == "cuda":
-        _check_gpu_call(memory, cu_seqlens, max_seqlen)
-    elif schedule is not None:
-        raise ValueError(
-            f"schedule: expected None for CPU tensors, which run the recurrence, got {schedule!r}"
-        )
-    longest = shape.tokens if max_seqlen is None else min(max_seqlen, shape.tokens)
-    call = WriteReadCall(shape, longest, chunk_size, snapshot_quant, grad_bank_fp32, schedule)
     checked = env.flag("SDM_RT_CHECK") if check_indices is None else check_indices
-    if is_traced(memory):
-        return traced_write_read(memory, flat, call, streams, checked, return_final_bank)
+    traced = only_tensors and is_traced(memory)
+    check = _known_call if only_tensors and not traced else _check_call  # symbolic shapes go into no memo
+    call = check(memory, tensors, streams, options)
+    if traced:
+        return traced_write_read(memory, flat_tokens(tensors), call, streams, checked, return_final_bank)
     _check_plain(given)
-    if checked and device.type == "cuda":
-        check_values(call, flat, streams)
-    if needs_backward(memory, flat):
+    if checked and memory.is_cuda:
+        check_values(call, flat_tokens(tensors), streams)
+    if needs_backward(memory, tensors):
         run = write_read_with_final_bank if return_final_bank else write_read_in_place
-        return run(memory, flat, call, streams)
+        return run(memory, tensors, call, streams)
     bank = memory.clone(memory_format=torch.contiguous_format) if return_final_bank else memory
-    readings = path_of(device).forward(bank.detach(), flat, call, streams)
+    readings = path_of(memory.device).forward(bank.detach(), tensors, call, streams)
     return (readings, bank) if return_final_bank else readings
 
 
@@ -310,7 +376,7 @@ def _on_foreign_arrays(arrays: dict[str, Any], **options: Any) -> Any:
     """Run on arrays of another library, on the caller's stream; a CuPy bank gets CuPy arrays back."""
     caller = arrays["memory"]
     with producer_stream(caller):
-        tensors = {name: None if array is None else to_tensor(array, name) for name, array in arrays.items()}
+        tensors = {name: to_tensor(array, name) for name, array in arrays.items()}
         op: Any = sdm_write_read
         result = op(**tensors, **options)
         if isinstance(result, tuple):

@@ -27,6 +27,8 @@ class _WriteRead(torch.autograd.Function):
         memory: Tensor,
         *tensors: Tensor,
     ) -> Any:
+        # What has to be copied is copied once, for the backward too.
+        tensors = tuple(x if x.is_contiguous() else x.contiguous() for x in tensors)
         tokens, streams = tensors[: len(TOKEN_TENSORS)], tensors[len(TOKEN_TENSORS) :]
         bank = memory.detach()
         version = 0 if functional or bank.is_inference() else bank._version
@@ -69,7 +71,8 @@ class _WriteRead(torch.autograd.Function):
         )
         if ctx.inplace is not None:
             ctx.inplace.finish()
-        of_tokens = (getattr(grads, name, None) for name in TOKEN_TENSORS)
+        flat = (getattr(grads, name, None) for name in TOKEN_TENSORS)
+        of_tokens = [None if g is None else g.view(t.shape) for g, t in zip(flat, tokens, strict=True)]
         return None, None, None, None, grads.memory, *of_tokens, *[None] * len(streams)
 
 
@@ -77,7 +80,7 @@ def run_backward(
     path: Path,
     call: WriteReadCall,
     bank: Tensor,
-    flat: dict[str, Tensor],
+    tensors: dict[str, Tensor],
     streams: dict[str, Tensor],
     saved: tuple[Tensor, ...],
     grad_readings: Tensor | None,
@@ -87,7 +90,7 @@ def run_backward(
 
     Parameters
     ----------
-    path, call, flat, streams
+    path, call, tensors, streams
         Of the call.
     bank : Tensor
         [rows, D].
@@ -98,29 +101,35 @@ def run_backward(
     """
     if grad_readings is None:
         grad_readings = bank.new_zeros(1, 1).expand(call.shape.rows, bank.shape[1])
-    return path.backward(bank, flat, call, streams, saved, grad_readings, grad_final).in_dtypes_of(bank, flat)
+    grads = path.backward(bank, tensors, call, streams, saved, grad_readings, grad_final)
+    return grads.in_dtypes_of(bank, tensors)
 
 
 def write_read_in_place(
-    memory: Tensor, flat: dict[str, Tensor], call: WriteReadCall, streams: dict[str, Tensor]
+    memory: Tensor, tensors: dict[str, Tensor], call: WriteReadCall, streams: dict[str, Tensor]
 ) -> Tensor:
     """Advance ``memory`` in place; return the readings, whose backward restores it."""
-    readings: Tensor = _apply(memory, flat, call, streams, False)
+    readings: Tensor = _apply(memory, tensors, call, streams, False)
     return readings
 
 
 def write_read_with_final_bank(
-    memory: Tensor, flat: dict[str, Tensor], call: WriteReadCall, streams: dict[str, Tensor]
+    memory: Tensor, tensors: dict[str, Tensor], call: WriteReadCall, streams: dict[str, Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Leave ``memory`` alone; return the readings and the bank after the call, both differentiable."""
-    readings, final = _apply(memory, flat, call, streams, True)
+    readings, final = _apply(memory, tensors, call, streams, True)
     return readings, final
 
 
 def _apply(
-    memory: Tensor, flat: dict[str, Tensor], call: WriteReadCall, streams: dict[str, Tensor], functional: bool
+    memory: Tensor,
+    tensors: dict[str, Tensor],
+    call: WriteReadCall,
+    streams: dict[str, Tensor],
+    functional: bool,
 ) -> Any:
+    """Apply the function to the caller's tensors, [P, T, *] or [rows, *]: views here would be graph nodes."""
     path = path_of(memory.device)
     return _WriteRead.apply(  # type: ignore[no-untyped-call]
-        path, call, tuple(streams), functional, memory, *flat.values(), *streams.values()
+        path, call, tuple(streams), functional, memory, *tensors.values(), *streams.values()
     )

@@ -63,7 +63,7 @@ def new_gradients(
     """Return room for the gradients of a call; zeros unless the kernels write every row."""
     rows = call.shape.rows
     covered = covers_every_row(call, streams) and call.longest > 0
-    W, R, gates = (operands[name].shape[1] for name in ("k_idx", "q_idx", "g"))
+    W, R, gates = (operands[name].shape[-1] for name in ("k_idx", "q_idx", "g"))
     return Gradients(
         memory=gradient_bank,
         k_val=output_like(bank, rows, W, covered, bank.dtype),
@@ -130,7 +130,7 @@ def bind_backward(
 
 def backward_on_gpu(
     bank: Tensor,
-    flat: dict[str, Tensor],
+    tensors: dict[str, Tensor],
     call: WriteReadCall,
     streams: dict[str, Tensor],
     saved: Tensor,
@@ -143,7 +143,7 @@ def backward_on_gpu(
     ----------
     bank : Tensor
         The bank [rows, D] as the call left it.
-    flat, call, streams
+    tensors, call, streams
         As of `sdm_rt.ops.write_read_launch.training_forward_on_gpu`.
     saved : Tensor
         What that call saved.
@@ -159,7 +159,7 @@ def backward_on_gpu(
         float32.
     """
     layout = BankLayout.of(bank)
-    operands = operands_of(bank, flat)
+    operands = operands_of(bank, tensors)
     gradient_bank = _gradient_bank(bank, grad_final, gradient_bank_dtype(bank, call))
     grads = new_gradients(bank, operands, call, streams, gradient_bank)
     if call.shape.rows == 0 or call.longest == 0:

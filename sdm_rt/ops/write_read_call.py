@@ -18,6 +18,7 @@ __all__ = [
     "Gradients",
     "WriteReadCall",
     "check_values",
+    "flat_tokens",
     "needs_backward",
     "stream_spans",
 ]
@@ -55,7 +56,7 @@ class WriteReadCall:
 
 
 class Gradients(NamedTuple):
-    """Gradients of the bank at the call's start, [rows, D], and of the flat token tensors."""
+    """Gradients of the bank at the call's start, [rows, D], and of the token tensors, [rows, *]."""
 
     memory: Tensor
     k_val: Tensor
@@ -64,23 +65,28 @@ class Gradients(NamedTuple):
     g: Tensor
     q_val: Tensor
 
-    def in_dtypes_of(self, memory: Tensor, flat: dict[str, Tensor]) -> Gradients:
+    def in_dtypes_of(self, memory: Tensor, tensors: dict[str, Tensor]) -> Gradients:
         """Return the gradients as their inputs are: in their dtypes, of one gate a token summed over W."""
-        g = self.g if self.g.shape[1] == flat["g"].shape[1] else self.g.sum(dim=1, keepdim=True)
+        g = self.g if self.g.shape[1] == tensors["g"].shape[-1] else self.g.sum(dim=1, keepdim=True)
         return Gradients(
             self.memory.to(memory.dtype),
-            self.k_val.to(flat["k_val"].dtype),
-            self.v.to(flat["v"].dtype),
-            self.beta.to(flat["beta"].dtype),
-            g.to(flat["g"].dtype),
-            self.q_val.to(flat["q_val"].dtype),
+            self.k_val.to(tensors["k_val"].dtype),
+            self.v.to(tensors["v"].dtype),
+            self.beta.to(tensors["beta"].dtype),
+            g.to(tensors["g"].dtype),
+            self.q_val.to(tensors["q_val"].dtype),
         )
 
 
-def needs_backward(memory: Tensor, flat: dict[str, Tensor]) -> bool:
+def flat_tokens(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the checked token tensors of a call, [P, T, *] or [rows, *], as [rows, *]."""
+    return {name: t if t.dim() == 2 else t.flatten(0, 1) for name, t in tensors.items()}
+
+
+def needs_backward(memory: Tensor, tensors: dict[str, Tensor]) -> bool:
     """Whether a backward through the call can come."""
     return torch.is_grad_enabled() and (
-        memory.requires_grad or any(flat[name].requires_grad for name in DIFFERENTIABLE)
+        memory.requires_grad or any(tensors[name].requires_grad for name in DIFFERENTIABLE)
     )
 
 

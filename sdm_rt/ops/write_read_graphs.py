@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sdm_rt import env
 from sdm_rt.ops.write_read_backward_launch import bind_backward, gradient_bank_dtype, new_gradients
-from sdm_rt.ops.write_read_call import Gradients, WriteReadCall
+from sdm_rt.ops.write_read_call import Gradients, WriteReadCall, flat_tokens
 from sdm_rt.ops.write_read_launch import (
     BankLayout,
     BoundCall,
@@ -280,7 +280,7 @@ def _key(bank: Tensor, flat: dict[str, Tensor], call: WriteReadCall, streams: di
 
 
 def replay_forward(
-    bank: Tensor, flat: dict[str, Tensor], call: WriteReadCall, streams: dict[str, Tensor]
+    bank: Tensor, tensors: dict[str, Tensor], call: WriteReadCall, streams: dict[str, Tensor]
 ) -> tuple[Tensor, Tensor] | None:
     """Run a training forward as one graph, if that was asked for (`replayed_calls`) and can be.
 
@@ -296,6 +296,7 @@ def replay_forward(
         return None
     if not _may_replay(current_stream(bank.get_device())):
         return None
+    flat = flat_tokens(tensors)
     taken = _pool.take(bank, flat, call, streams)
     if taken is None:
         return None

@@ -123,8 +123,8 @@ def _sizes(
     memory: Tensor, operands: dict[str, Tensor]
 ) -> tuple[torch.dtype, torch.dtype, int, int, int, bool]:
     k_idx, q_idx, gates = operands["k_idx"], operands["q_idx"], operands["g"]
-    columns, writes, reads = memory.shape[1], k_idx.shape[1], q_idx.shape[1]
-    return memory.dtype, k_idx.dtype, columns, writes, reads, gates.shape[1] > 1
+    columns, writes, reads = memory.shape[1], k_idx.shape[-1], q_idx.shape[-1]
+    return memory.dtype, k_idx.dtype, columns, writes, reads, gates.shape[-1] > 1
 
 
 def _shape_of(
@@ -160,12 +160,13 @@ def _shape_of(
 _known_shape = lru_cache(maxsize=256)(_shape_of)
 
 
-def operands_of(memory: Tensor, flat: dict[str, Tensor]) -> dict[str, Tensor]:
+def operands_of(memory: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the token tensors as the kernels take them: contiguous, values in the bank's dtype."""
-    index = flat["k_idx"].dtype if flat["k_idx"].dtype == flat["q_idx"].dtype else torch.int64
+    index, other = tensors["k_idx"].dtype, tensors["q_idx"].dtype
+    index = index if index == other else torch.int64
     wanted = {"k_idx": index, "q_idx": index, "beta": torch.float32, "g": torch.float32}
     operands = {}
-    for name, tensor in flat.items():
+    for name, tensor in tensors.items():
         dtype = wanted.get(name, memory.dtype)
         ready = tensor.dtype == dtype and tensor.is_contiguous()
         operands[name] = tensor if ready else tensor.detach().to(dtype).contiguous()
@@ -211,7 +212,7 @@ def stream_numbers(layout: BankLayout, call: WriteReadCall, streams: dict[str, T
 
 
 def forward_on_gpu(
-    memory: Tensor, flat: dict[str, Tensor], call: WriteReadCall, streams: dict[str, Tensor]
+    memory: Tensor, tensors: dict[str, Tensor], call: WriteReadCall, streams: dict[str, Tensor]
 ) -> Tensor:
     """Run a call that saves nothing.
 
@@ -219,8 +220,8 @@ def forward_on_gpu(
     ----------
     memory : Tensor
         The bank [rows, D] on a GPU, advanced in place.
-    flat : dict of Tensor
-        The token tensors [rows, *], checked.
+    tensors : dict of Tensor
+        The token tensors by name, [P, T, *] or [rows, *], checked.
     call : WriteReadCall
         The call beside its tensors.
     streams : dict of Tensor
@@ -231,11 +232,11 @@ def forward_on_gpu(
     Tensor
         Readings [rows, D].
     """
-    return _run_forward(memory, flat, call, streams, training=False)[0]
+    return _run_forward(memory, tensors, call, streams, training=False)[0]
 
 
 def training_forward_on_gpu(
-    memory: Tensor, flat: dict[str, Tensor], call: WriteReadCall, streams: dict[str, Tensor]
+    memory: Tensor, tensors: dict[str, Tensor], call: WriteReadCall, streams: dict[str, Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Run a call that saves what its backward needs, in one block of bytes.
 
@@ -248,15 +249,15 @@ def training_forward_on_gpu(
     saved : Tensor
         uint8 [bytes]: the buffers of `sdm_rt.plan.forward.kept_buffers`, laid out by `kept_arena`.
     """
-    return _run_forward(memory, flat, call, streams, training=True)
+    return _run_forward(memory, tensors, call, streams, training=True)
 
 
-def saved_bytes(memory: Tensor, flat: dict[str, Tensor], call: WriteReadCall) -> int:
+def saved_bytes(memory: Tensor, tensors: dict[str, Tensor], call: WriteReadCall) -> int:
     """Return the bytes that `training_forward_on_gpu` saves, from shapes and dtypes alone."""
     if call.shape.rows == 0 or call.longest == 0 or call.shape.streams == 0:
         return 0
     # Sizes may be symbolic here, which no cache takes.
-    return Arena.of(kept_buffers(_shape_of(call, *_sizes(memory, flat), WORD_BYTES, True))).bytes
+    return Arena.of(kept_buffers(_shape_of(call, *_sizes(memory, tensors), WORD_BYTES, True))).bytes
 
 
 @dataclass(frozen=True)
@@ -335,7 +336,11 @@ def _check_backward(shape: WriteReadShape, index: int, schedule: str) -> None:
 
 
 def _run_forward(
-    memory: Tensor, flat: dict[str, Tensor], call: WriteReadCall, streams: dict[str, Tensor], training: bool
+    memory: Tensor,
+    tensors: dict[str, Tensor],
+    call: WriteReadCall,
+    streams: dict[str, Tensor],
+    training: bool,
 ) -> tuple[Tensor, Tensor]:
     if call.shape.rows == 0 or call.longest == 0:
         record_run("sdm_write_read", None)
@@ -344,7 +349,7 @@ def _run_forward(
     layout = BankLayout.of(memory)
     bank = memory.detach().contiguous() if layout.copied else memory.detach()
     streams = {name: tensor.contiguous() for name, tensor in streams.items()}
-    bound = bind_forward(bank, operands_of(memory, flat), call, streams, layout, training)
+    bound = bind_forward(bank, operands_of(memory, tensors), call, streams, layout, training)
     replayed = bound.plan.run(current_stream(memory.get_device()))
     finish_bank(memory, bank, layout)
     record_run("sdm_write_read", bound.plan.plan, replayed)

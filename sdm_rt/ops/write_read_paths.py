@@ -11,7 +11,7 @@ from sdm_rt.cpu.recurrence import Saved, Streams, Tokens, advance, retreat, sum_
 from sdm_rt.cpu.snapshot import RowSnapshot
 from sdm_rt.ops.counters import count_repeats, record_dispatch
 from sdm_rt.ops.write_read_backward_launch import backward_on_gpu
-from sdm_rt.ops.write_read_call import Gradients, WriteReadCall, check_values, stream_spans
+from sdm_rt.ops.write_read_call import Gradients, WriteReadCall, check_values, flat_tokens, stream_spans
 from sdm_rt.ops.write_read_graphs import replay_backward, replay_forward
 from sdm_rt.ops.write_read_launch import forward_on_gpu, saved_bytes, training_forward_on_gpu
 
@@ -21,26 +21,29 @@ __all__ = ["Path", "path_of"]
 class Path(Protocol):
     """How calls run on one kind of device.
 
-    ``flat`` holds the token tensors [rows, *] by name, ``streams`` the call's ``lengths`` or ``cu_seqlens``.
+    ``tensors`` holds the checked token tensors by name, [P, T, *] or [rows, *], ``streams`` the call's
+    ``lengths`` or ``cu_seqlens``.
     """
 
     def forward(
-        self, bank: Tensor, flat: dict[str, Tensor], call: WriteReadCall, streams: dict[str, Tensor]
+        self, bank: Tensor, tensors: dict[str, Tensor], call: WriteReadCall, streams: dict[str, Tensor]
     ) -> Tensor:
         """Advance the bank in place, save nothing; return the readings [rows, D]."""
 
     def training_forward(
-        self, bank: Tensor, flat: dict[str, Tensor], call: WriteReadCall, streams: dict[str, Tensor]
+        self, bank: Tensor, tensors: dict[str, Tensor], call: WriteReadCall, streams: dict[str, Tensor]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Advance the bank in place; return the readings and what ``backward`` needs beside the inputs."""
 
-    def empty_saved(self, bank: Tensor, flat: dict[str, Tensor], call: WriteReadCall) -> tuple[Tensor, ...]:
+    def empty_saved(
+        self, bank: Tensor, tensors: dict[str, Tensor], call: WriteReadCall
+    ) -> tuple[Tensor, ...]:
         """Return tensors like those that ``training_forward`` saves, from shapes alone."""
 
     def backward(
         self,
         bank: Tensor,
-        flat: dict[str, Tensor],
+        tensors: dict[str, Tensor],
         call: WriteReadCall,
         streams: dict[str, Tensor],
         saved: tuple[Tensor, ...],
@@ -54,15 +57,17 @@ class _Recurrence:
     """CPU tensors: the definition, token by token."""
 
     def forward(
-        self, bank: Tensor, flat: dict[str, Tensor], call: WriteReadCall, streams: dict[str, Tensor]
+        self, bank: Tensor, tensors: dict[str, Tensor], call: WriteReadCall, streams: dict[str, Tensor]
     ) -> Tensor:
+        flat = flat_tokens(tensors)
         readings, _, repeats = advance(bank, Tokens(**flat), self._checked(bank, flat, call, streams), None)
         count_repeats(repeats)
         return readings
 
     def training_forward(
-        self, bank: Tensor, flat: dict[str, Tensor], call: WriteReadCall, streams: dict[str, Tensor]
+        self, bank: Tensor, tensors: dict[str, Tensor], call: WriteReadCall, streams: dict[str, Tensor]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        flat = flat_tokens(tensors)
         readings, saved, repeats = advance(
             bank, Tokens(**flat), self._checked(bank, flat, call, streams), call.snapshot_quant
         )
@@ -70,21 +75,24 @@ class _Recurrence:
         assert saved is not None
         return readings, (saved.rows.payload, saved.rows.scale, saved.error)
 
-    def empty_saved(self, bank: Tensor, flat: dict[str, Tensor], call: WriteReadCall) -> tuple[Tensor, ...]:
-        tokens, writes = flat["k_idx"].shape
+    def empty_saved(
+        self, bank: Tensor, tensors: dict[str, Tensor], call: WriteReadCall
+    ) -> tuple[Tensor, ...]:
+        tokens, writes = flat_tokens(tensors)["k_idx"].shape
         saved = Saved.empty(call.snapshot_quant, tokens, writes, bank)
         return saved.rows.payload, saved.rows.scale, saved.error
 
     def backward(
         self,
         bank: Tensor,
-        flat: dict[str, Tensor],
+        tensors: dict[str, Tensor],
         call: WriteReadCall,
         streams: dict[str, Tensor],
         saved: tuple[Tensor, ...],
         grad_readings: Tensor,
         grad_final: Tensor | None,
     ) -> Gradients:
+        flat = flat_tokens(tensors)
         payload, scale, error = saved
         rows = RowSnapshot(call.snapshot_quant, bank.shape[1], bank.dtype, payload, scale)
         if grad_final is None:
@@ -131,24 +139,26 @@ class _Kernels:
     """CUDA tensors: the chunked form by planned kernels."""
 
     def forward(
-        self, bank: Tensor, flat: dict[str, Tensor], call: WriteReadCall, streams: dict[str, Tensor]
+        self, bank: Tensor, tensors: dict[str, Tensor], call: WriteReadCall, streams: dict[str, Tensor]
     ) -> Tensor:
-        return forward_on_gpu(bank, flat, call, streams)
+        return forward_on_gpu(bank, tensors, call, streams)
 
     def training_forward(
-        self, bank: Tensor, flat: dict[str, Tensor], call: WriteReadCall, streams: dict[str, Tensor]
+        self, bank: Tensor, tensors: dict[str, Tensor], call: WriteReadCall, streams: dict[str, Tensor]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        replayed = replay_forward(bank, flat, call, streams)
-        readings, saved = replayed or training_forward_on_gpu(bank, flat, call, streams)
+        replayed = replay_forward(bank, tensors, call, streams)
+        readings, saved = replayed or training_forward_on_gpu(bank, tensors, call, streams)
         return readings, (saved,)
 
-    def empty_saved(self, bank: Tensor, flat: dict[str, Tensor], call: WriteReadCall) -> tuple[Tensor, ...]:
-        return (bank.new_empty(saved_bytes(bank, flat, call), dtype=torch.uint8),)
+    def empty_saved(
+        self, bank: Tensor, tensors: dict[str, Tensor], call: WriteReadCall
+    ) -> tuple[Tensor, ...]:
+        return (bank.new_empty(saved_bytes(bank, tensors, call), dtype=torch.uint8),)
 
     def backward(
         self,
         bank: Tensor,
-        flat: dict[str, Tensor],
+        tensors: dict[str, Tensor],
         call: WriteReadCall,
         streams: dict[str, Tensor],
         saved: tuple[Tensor, ...],
@@ -157,7 +167,7 @@ class _Kernels:
     ) -> Gradients:
         (kept,) = saved
         replayed = replay_backward(bank, kept, grad_readings, grad_final)
-        return replayed or backward_on_gpu(bank, flat, call, streams, kept, grad_readings, grad_final)
+        return replayed or backward_on_gpu(bank, tensors, call, streams, kept, grad_readings, grad_final)
 
 
 _RECURRENCE = _Recurrence()

@@ -8,7 +8,7 @@ from sdm_rt.plan.launch import Launch
 from sdm_rt.plan.step_plan import StepPlan
 from sdm_rt.runtime import driver, graph
 from sdm_rt.runtime.device import Gpu
-from sdm_rt.runtime.launcher import PreparedLaunch, prepare_all
+from sdm_rt.runtime.launcher import PreparedLaunch, prepare_all, word
 from sdm_rt.runtime.replays import Replays
 
 __all__ = ["BoundPlan"]
@@ -51,13 +51,14 @@ class BoundPlan:
         self.names = frozenset(a.name for launch in kernels for a in launch.arguments) - {STEP, SLAB_STEP}
         """The arguments that the caller gives."""
         self._values: dict[str, int | float | None] = dict.fromkeys(sorted(self.names))
+        self._complete = False
         prepared = dict(zip(kernels, prepare_all(kernels, gpu, stream), strict=True))
-        # The launches that take an argument, by its name.
-        self._takers: dict[str, list[PreparedLaunch]] = {name: [] for name in self.names}
+        # Where an argument stands in the launches that take it, by its name.
+        self._takers: dict[str, list[tuple[PreparedLaunch, int, str]]] = {name: [] for name in self.names}
         for launch, ready in prepared.items():
-            for argument in launch.arguments:
+            for at, argument in enumerate(launch.arguments):
                 if argument.name in self.names:
-                    self._takers[argument.name].append(ready)
+                    self._takers[argument.name].append((ready, at, argument.kind))
         self._unwritten: dict[str, int | float] = {}
         # Each launch with the slots of the arguments that change and their values.
         self._sequence: list[tuple[PreparedLaunch, tuple[tuple[int, int], ...]]] = []
@@ -93,13 +94,16 @@ class BoundPlan:
     def _write(self) -> None:
         """Write the arguments given since the last write into the launches that take them."""
         for name, value in self._unwritten.items():
-            for launch in self._takers[name]:
-                launch.set({name: value})
+            for launch, at, kind in self._takers[name]:
+                launch.arguments[at] = word(kind, value)
         self._unwritten.clear()
 
     def _require_arguments(self) -> None:
+        if self._complete:
+            return
         if missing := [name for name, value in self._values.items() if value is None]:
             raise ValueError(f"{self.plan.name}: arguments never set: {', '.join(missing)}")
+        self._complete = True
 
     def run(self, stream: int) -> bool:
         """Run the whole sequence on a stream: its launches, or a CUDA graph of them.

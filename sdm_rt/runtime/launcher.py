@@ -17,14 +17,13 @@ from sdm_rt.runtime.compile import kernels
 from sdm_rt.runtime.device import Gpu
 from sdm_rt.runtime.kernel import KernelSpec
 
-__all__ = ["Launchable", "PreparedLaunch", "prepare", "prepare_all"]
+__all__ = ["Launchable", "PreparedLaunch", "prepare", "prepare_all", "word"]
 
 # What the driver answers where no context or another GPU's is current; it has launched nothing then.
 _WRONG_CONTEXT = frozenset({driver.INVALID_CONTEXT, driver.INVALID_HANDLE})
 
 # Every argument lies in a slot of 8 bytes, little-endian like every host that CUDA runs on.
 SLOT = 8
-_FORMATS = {"pointer": "<Q", "int64": "<q", "int32": "<q", "float32": "<f"}
 _NO_CLUSTER = (1, 1, 1)
 
 
@@ -76,6 +75,11 @@ class Launchable(Protocol):
         """The kernel's parameters in order."""
 
 
+def word(kind: str, value: float) -> int:
+    """Return a value as a slot of 8 bytes holds an argument of its kind; integers hold themselves."""
+    return int(value) if kind != "float32" else int.from_bytes(struct.pack("<f", value), "little")
+
+
 def attributes_of(launch: Launchable, pdl: bool) -> list[driver.LaunchAttribute]:
     """Return the launch attributes of a launch; ``pdl`` False leaves out programmatic serialization."""
     found = []
@@ -115,7 +119,7 @@ class PreparedLaunch:
         self._kinds = [argument.kind for argument in launch.arguments]
         count = len(self._kinds)
         self.arguments = (ctypes.c_uint64 * count)()
-        """The argument slots, for ``struct.pack_into``."""
+        """The argument slots, each a `word`."""
         base = ctypes.addressof(self.arguments)
         self.parameters = (ctypes.c_void_p * count)(*(base + SLOT * at for at in range(count)))
         """Addresses of the slots, as the driver wants them."""
@@ -140,7 +144,7 @@ class PreparedLaunch:
         """Write arguments by name into argument slots of this kernel; the others keep their values."""
         for name, value in values.items():
             at = self._slots[name]
-            struct.pack_into(_FORMATS[self._kinds[at]], slots, SLOT * at, value)
+            slots[at] = word(self._kinds[at], value)
 
     def set(self, values: Mapping[str, Any]) -> None:
         """Write arguments of the next launch by name; the others keep their values."""

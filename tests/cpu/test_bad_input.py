@@ -390,6 +390,8 @@ CALLS = [*SHAPES, *DTYPES, *DEVICES, *RANGES, *INDICES, *LENGTHS, *OVERLAPS]
 @pytest.mark.parametrize("case", CALLS, ids=lambda case: case.label)
 @pytest.mark.parametrize("form", ["in place", "functional", "training"])
 def test_write_read_refuses(case: Bad, form: str) -> None:
+    """Also where a call with all else alike was checked before."""
+    sdm_write_read(**good_call())
     call = case.change(good_call())
     if form == "functional":
         call["return_final_bank"] = True

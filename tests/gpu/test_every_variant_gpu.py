@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -46,19 +47,26 @@ def step(
     if int32:
         changes = {name: getattr(problem, name).cuda().int() for name in ("k_idx", "q_idx")}
     found = op_step(problem, changes=changes, chunk_size=chunk, **options)
+    if "schedule" in options:
+        assert last_dispatch()["schedule"] == options["schedule"]
     for name, tensor in found.items():
         assert torch.isfinite(tensor).all(), name
     return found
+
+
+@cache
+def stepwise(dtype: torch.dtype, columns: int, chunk: int, snapshot: str = "none", **options: Any) -> Found:
+    """Run a step that several tests of a process compare theirs with."""
+    return step(dtype, columns, chunk, snapshot_quant=snapshot, schedule="stepwise", **options)
 
 
 @pytest.mark.parametrize("chunk", [16, 80])
 @pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 def test_stepwise(dtype: torch.dtype, columns: int, chunk: int) -> None:
-    exact = step(dtype, columns, chunk, schedule="stepwise")
-    assert last_dispatch()["schedule"] == "stepwise"
-    for snapshot in SNAPSHOTS:
-        found = step(dtype, columns, chunk, snapshot_quant=snapshot, schedule="stepwise")
+    exact = stepwise(dtype, columns, chunk)
+    for snapshot in ("bf16", *QUANTIZED):
+        found = stepwise(dtype, columns, chunk, snapshot)
         for name, want in exact.items():
             if name not in APPROXIMATE:
                 assert_same_bits(f"{snapshot}: {name}", found[name], want)
@@ -69,11 +77,9 @@ def test_stepwise(dtype: torch.dtype, columns: int, chunk: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 def test_persistent(dtype: torch.dtype, columns: int, chunk: int) -> None:
     for snapshot in SNAPSHOTS:
-        want = step(dtype, columns, chunk, snapshot_quant=snapshot, schedule="stepwise")
         found = step(dtype, columns, chunk, snapshot_quant=snapshot, schedule="persistent")
-        assert last_dispatch()["schedule"] == "persistent"
-        for name, x in want.items():
-            assert_same_bits(f"{snapshot}: {name}", found[name], x)
+        for name, want in stepwise(dtype, columns, chunk, snapshot).items():
+            assert_same_bits(f"{snapshot}: {name}", found[name], want)
 
 
 @pytest.mark.parametrize("schedule", ["stepwise", "persistent"])
@@ -84,16 +90,13 @@ def test_without_gradients(dtype: torch.dtype, columns: int, chunk: int, schedul
     problem = problem_of(dtype, columns, int32=False)
     given = {name: x.cuda() for name, x in problem.inputs().items()}
     options = {name: x.cuda() if torch.is_tensor(x) else x for name, x in problem.options().items()}
-    found = []
-    for one in ("stepwise", schedule):
-        bank = problem.memory.cuda().clone()
-        with torch.no_grad():
-            readings = sdm_write_read(bank, **given, chunk_size=chunk, schedule=one, **options)
-        assert last_dispatch()["schedule"] == one
-        found.append({"readings": readings, "final bank": bank})
-    for name, x in found[0].items():
-        assert torch.isfinite(x).all(), name
-        assert_same_bits(name, found[1][name], x)
+    bank = problem.memory.cuda().clone()
+    with torch.no_grad():
+        readings = sdm_write_read(bank, **given, chunk_size=chunk, schedule=schedule, **options)
+    assert last_dispatch()["schedule"] == schedule
+    exact = stepwise(dtype, columns, chunk)
+    assert_same_bits("readings", readings, exact["readings"])
+    assert_same_bits("final bank", bank, exact["final bank"])
 
 
 @pytest.mark.parametrize("columns", COLUMNS)
@@ -114,11 +117,11 @@ def test_persistent_walks_of_one_step_of_two_and_of_all(
     snapshot: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Six steps; the last walk of some is short. Every plan is made anew."""
-    want = step(torch.bfloat16, 264, 16, tokens=90, snapshot_quant=snapshot, schedule="stepwise")
+    want = step(torch.bfloat16, 136, 16, tokens=90, snapshot_quant=snapshot, schedule="stepwise")
     for steps in (1, 2, 4, 6):
         monkeypatch.setattr("sdm_rt.plan.forward.steps_of_walk", lambda *_, steps=steps: steps)
         monkeypatch.setattr(bound_plans, "_memo", bound_plans._Memo())
-        found = step(torch.bfloat16, 264, 16, tokens=90, snapshot_quant=snapshot, schedule="persistent")
+        found = step(torch.bfloat16, 136, 16, tokens=90, snapshot_quant=snapshot, schedule="persistent")
         for name, x in want.items():
             assert_same_bits(f"{steps} steps: {name}", found[name], x)
 
@@ -127,7 +130,7 @@ def test_persistent_walks_of_one_step_of_two_and_of_all(
 @pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_wide_gradients_and_indices_of_32_bits(dtype: torch.dtype, columns: int, schedule: str) -> None:
-    exact = step(dtype, columns, 16, int32=True, schedule="stepwise")
+    exact = stepwise(dtype, columns, 16, int32=True)
     for snapshot in ("none", "fp8", "int4"):
         found = step(
             dtype, columns, 16, int32=True, grad_bank_fp32=True, snapshot_quant=snapshot, schedule=schedule

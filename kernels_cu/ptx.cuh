@@ -280,6 +280,35 @@ __device__ __forceinline__ T* map_shared(T* pointer, unsigned rank) {
     return reinterpret_cast<T*>(mapped);
 }
 
+// ---- mbarrier (sm_90: cluster scope) ----
+
+// One thread sets the number of arrivals of a phase, then fences, then a barrier lets the others use it.
+__device__ __forceinline__ void mbarrier_init(unsigned long long* barrier, unsigned arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void mbarrier_init_fence() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+// Arrives at the mbarrier of the block of rank `rank`; this thread's writes come before the arrival.
+__device__ __forceinline__ void mbarrier_arrive(unsigned long long* barrier, unsigned rank) {
+    asm volatile(
+        "{\n\t.reg .b32 remote;\n\t"
+        "mapa.shared::cluster.u32 remote, %0, %1;\n\t"
+        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n\t}" ::"r"(shared_address(barrier)),
+        "r"(rank)
+        : "memory");
+}
+// Waits for the end of the phase of parity `parity` (0 for the first) of this block's own mbarrier.
+__device__ __forceinline__ void mbarrier_wait(unsigned long long* barrier, unsigned parity) {
+    asm volatile(
+        "{\n\t.reg .pred done;\n\t"
+        "again:\n\t"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n\t"
+        "@!done bra again;\n\t}" ::"r"(shared_address(barrier)),
+        "r"(parity)
+        : "memory");
+}
+
 // ---- arithmetic ----
 
 // a + b that keeps subnormal numbers, whatever -ftz says.

@@ -2,10 +2,10 @@
 
     python tests/sanitizer.py memcheck racecheck initcheck synccheck --processes 8
 
-Small shapes of every kernel and variant (`TESTS`). Each group of tests runs in a process tree of its own
-under the tool, several side by side: one process of the tool for all of them would be what all wait for. A
-run of the same tests without a tool before fills the compile cache. A group is clean where its tests pass and
-the tool reports nothing.
+Small shapes of every kernel and variant (`TESTS`). Tests run in process trees of their own under the tool,
+several side by side: one process of the tool for all of them would be what all wait for. racecheck, the slow
+one, gets a process for each case. A run of the same tests without a tool before fills the compile cache. A
+process is clean where its tests pass and the tool reports nothing.
 
 Errors that the driver returns are not reported: a launch from a thread without a context is refused, and
 then made with it (`sdm_rt.runtime.launcher.PreparedLaunch.run`).
@@ -44,6 +44,7 @@ CLEAN = {
     "initcheck": "ERROR SUMMARY: 0 errors",
     "synccheck": "ERROR SUMMARY: 0 errors",
 }
+BUNDLES = {"memcheck": 4, "initcheck": 4, "synccheck": 4}  # groups of whole steps in a process
 PYTEST = (sys.executable, "-m", "pytest", "-m", "gpu", "-k", OF_THE_EMULATOR, "-p", "no:cacheprovider")
 
 
@@ -75,15 +76,27 @@ def group_of(test: str) -> str:
 
 
 def groups_of(tests: Sequence[str]) -> dict[str, list[str]]:
-    """Return the tests by group: those of a file first, then those with the most columns."""
+    """Return the tests by group, the longest first; float16 last, whose accesses are those of bfloat16."""
     groups: dict[str, list[str]] = {}
     for test in tests:
         groups.setdefault(group_of(test), []).append(test)
 
-    def size(group: str) -> int:
-        return max((int(number) for number in re.findall(r"-(\d+)", group)), default=10**6)
+    def place(group: str) -> tuple[bool, int]:
+        columns = max((int(number) for number in re.findall(r"-(\d+)", group)), default=10**6)
+        return ".float16-" in group, -columns
 
-    return dict(sorted(groups.items(), key=lambda item: -size(item[0])))
+    return dict(sorted(groups.items(), key=lambda item: place(item[0])))
+
+
+def bundles_of(groups: dict[str, list[str]], size: int) -> dict[str, list[str]]:
+    """Return the groups, of whole steps ``size`` of them as one: a process takes ten seconds to begin."""
+    steps = [name for name in groups if "[" in name]
+    bundles = {name: tests for name, tests in groups.items() if name not in steps}
+    stride = -(-len(steps) // size)  # long ones with short ones
+    for first in range(stride):
+        names = steps[first::stride]
+        bundles[" ".join(names)] = [test for name in names for test in groups[name]]
+    return bundles
 
 
 def run_group(tool: str, tests: Sequence[str], log: Path, seconds: float) -> Outcome:
@@ -110,7 +123,7 @@ def run_group(tool: str, tests: Sequence[str], log: Path, seconds: float) -> Out
 def run_tool(tool: str, tests: Sequence[str], processes: int, seconds: float, logs: Path) -> bool:
     """Run all groups under a tool, print what was not clean and a line for all; return whether all was."""
     end = time.monotonic() + seconds
-    groups = groups_of(tests)
+    groups = bundles_of(groups_of(tests), BUNDLES.get(tool, 1))
     if not groups:
         print(f"{tool}: no tests")
         return False
@@ -120,7 +133,7 @@ def run_tool(tool: str, tests: Sequence[str], processes: int, seconds: float, lo
         left = end - time.monotonic()
         if left <= 0:
             return name, Outcome(len(members), False, 0.0, "not begun in time")
-        log = logs / f"{tool}-{re.sub(r'[^A-Za-z0-9_.-]+', '_', name)}.txt"
+        log = logs / f"{tool}-{re.sub(r'[^A-Za-z0-9_.-]+', '_', name)[:100]}.txt"
         return name, run_group(tool, members, log, left)
 
     begin = time.monotonic()

@@ -103,9 +103,12 @@ def run_group(tool: str, tests: Sequence[str], log: Path, seconds: float) -> Out
     """Run tests under a tool; ``log`` gets the output of both."""
     command = ["compute-sanitizer", "--tool", tool, "--target-processes", "application-only"]
     command += ["--report-api-errors", "no", "--print-limit", "4", *PYTEST, "-q", *tests]
+    environment = os.environ | {"SANITIZER_STREAMS": "1" if tool == "racecheck" else "2"}
     begin = time.monotonic()
     with log.open("w", encoding="utf-8") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=environment
+        )
         try:
             code = process.wait(seconds)
         except subprocess.TimeoutExpired:

@@ -6,10 +6,11 @@ indices) run on the CPU, and on the GPU only where the caller or ``SDM_RT_CHECK=
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from sdm_rt.plan.shapes import MAX_HEAD_DIM, MAX_LANES
 __all__ = [
     "BANK_DTYPES",
     "INDEX_DTYPES",
+    "FlatShape",
     "StreamShape",
     "check_bank",
     "check_choice",
@@ -31,6 +33,7 @@ __all__ = [
     "check_stream_offsets",
     "check_streams_disjoint",
     "check_token_tensors",
+    "flat_shapes",
     "flatten_tokens",
     "resolve_streams",
 ]
@@ -136,7 +139,7 @@ def check_bank(memory: Any) -> None:
 
 
 def check_token_tensors(
-    memory: Tensor, tokens: dict[str, Tensor], leading: tuple[int, ...], leading_names: str
+    memory: Tensor, tokens: Mapping[str, Tensor | FlatShape], leading: tuple[int, ...], leading_names: str
 ) -> tuple[int, int]:
     """Check dtypes and shapes of the per-token tensors of a call.
 
@@ -144,7 +147,7 @@ def check_token_tensors(
     ----------
     memory : Tensor
         The bank [rows, D], already checked.
-    tokens : dict of Tensor
+    tokens : mapping of Tensor or FlatShape
         ``k_idx, k_val, v, beta, g, q_idx, q_val``; the last dimensions are W, W, D, 1, 1 or W, R, R.
     leading : tuple of int
         What all dimensions before the last must be.
@@ -288,21 +291,38 @@ def resolve_streams(
     return StreamShape(streams, tokens, slots, streams * tokens, False, one_bank)
 
 
-def flatten_tokens(tokens: dict[str, Tensor], shape: StreamShape) -> dict[str, Tensor]:
-    """Return the token tensors as [rows, *] (views where the layout allows), leading dimensions checked."""
+class FlatShape(NamedTuple):
+    """What checks look at of a token tensor: its dtype, and its shape as [rows, *]."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def flat_shapes(tokens: dict[str, Tensor], shape: StreamShape) -> dict[str, FlatShape]:
+    """Return the token tensors' shapes as [rows, *], leading dimensions checked; no tensor is made."""
     flat = {}
     for name, tensor in tokens.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
-        if not shape.packed and tensor.dim() == 3:
-            if tuple(tensor.shape[:2]) != (shape.streams, shape.tokens):
+        size = tuple(tensor.shape)
+        if not shape.packed and len(size) == 3:
+            if size[:2] != (shape.streams, shape.tokens):
                 raise ValueError(
                     f"{name}: expected shape [P, T, *] = [{shape.streams}, {shape.tokens}, *], got "
-                    f"{list(tensor.shape)}"
+                    f"{list(size)}"
                 )
-            tensor = tensor.reshape(shape.rows, tensor.shape[2])
-        flat[name] = tensor
+            size = (shape.rows, size[2])
+        flat[name] = FlatShape(tensor.dtype, size)
     return flat
+
+
+def flatten_tokens(tokens: dict[str, Tensor], shape: StreamShape) -> dict[str, Tensor]:
+    """Return the token tensors as [rows, *] (views where the layout allows), leading dimensions checked."""
+    flat = flat_shapes(tokens, shape)
+    return {
+        name: tensor.reshape(flat[name].shape) if tensor.dim() == 3 and not shape.packed else tensor
+        for name, tensor in tokens.items()
+    }
 
 
 def check_stream_lengths(lengths: Tensor, tokens: int, max_seqlen: int | None = None) -> list[int]:

@@ -75,9 +75,8 @@ def _check_call(
 ) -> WriteReadCall:
     """Check all that shapes, dtypes, layouts and devices tell; return the call beside its tensors."""
     checks.check_bank(memory)
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+    if not isinstance(tensors["k_idx"], Tensor):
+        raise TypeError(f"k_idx: expected a torch.Tensor, got {type(tensors['k_idx']).__name__}")
     shape = checks.resolve_streams(
         memory,
         tensors["k_idx"],
@@ -87,7 +86,7 @@ def _check_call(
         streams.get("lengths"),
         streams.get("cu_seqlens"),
     )
-    flat = checks.flatten_tokens(tensors, shape)
+    flat = checks.flat_shapes(tensors, shape)
     writes, _ = checks.check_token_tensors(memory, flat, shape.leading, "sum T" if shape.packed else "P*T")
     weighted, gates = options.key_weighted_decay, flat["g"].shape[-1]
     if weighted is not None and gates != (writes if weighted else 1):
@@ -95,7 +94,7 @@ def _check_call(
             f"g: expected width {writes if weighted else 1}, as key_weighted_decay={weighted} says, "
             f"got {gates}"
         )
-    device = checks.check_one_device({"memory": memory, **flat, **streams})
+    device = checks.check_one_device({"memory": memory, **tensors, **streams})
     longest = options.max_seqlen
     if longest is not None and not streams and longest < shape.tokens:
         raise ValueError(f"max_seqlen: expected at least T = {shape.tokens}, got {longest}")
@@ -337,9 +336,9 @@ def sdm_write_read(
         num_memory_slots,
         num_parallel,
         snapshot_quant,
-        key_weighted_decay,
-        shared_bank,
-        grad_bank_fp32,
+        None if key_weighted_decay is None else bool(key_weighted_decay),
+        bool(shared_bank),
+        bool(grad_bank_fp32),
         max_seqlen,
         schedule,
     )

@@ -27,8 +27,9 @@ class _WriteRead(torch.autograd.Function):
         memory: Tensor,
         *tensors: Tensor,
     ) -> Any:
-        # What has to be copied is copied once, for the backward too.
-        tensors = tuple(x if x.is_contiguous() else x.contiguous() for x in tensors)
+        ctx.shapes = [x.shape for x in tensors[: len(TOKEN_TENSORS)]]
+        # [rows, *] of what has gaps between tokens: a view, or a copy that the backward takes too.
+        tensors = tuple(x if x.dim() < 3 or x.is_contiguous() else x.flatten(0, 1) for x in tensors)
         tokens, streams = tensors[: len(TOKEN_TENSORS)], tensors[len(TOKEN_TENSORS) :]
         bank = memory.detach()
         version = 0 if functional or bank.is_inference() else bank._version
@@ -72,7 +73,10 @@ class _WriteRead(torch.autograd.Function):
         if ctx.inplace is not None:
             ctx.inplace.finish()
         flat = (getattr(grads, name, None) for name in TOKEN_TENSORS)
-        of_tokens = [None if g is None else g.view(t.shape) for g, t in zip(flat, tokens, strict=True)]
+        of_tokens = [
+            grad if grad is None or grad.shape == shape else grad.view(shape)
+            for grad, shape in zip(flat, ctx.shapes, strict=True)
+        ]
         return None, None, None, None, grads.memory, *of_tokens, *[None] * len(streams)
 
 

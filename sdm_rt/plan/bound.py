@@ -51,7 +51,6 @@ class BoundPlan:
         self.names = frozenset(a.name for launch in kernels for a in launch.arguments) - {STEP, SLAB_STEP}
         """The arguments that the caller gives."""
         self._values: dict[str, int | float | None] = dict.fromkeys(sorted(self.names))
-        self._complete = False
         prepared = dict(zip(kernels, prepare_all(kernels, gpu, stream), strict=True))
         # Where an argument stands in the launches that take it, by its name.
         self._takers: dict[str, list[tuple[PreparedLaunch, int, str]]] = {name: [] for name in self.names}
@@ -99,11 +98,8 @@ class BoundPlan:
         self._unwritten.clear()
 
     def _require_arguments(self) -> None:
-        if self._complete:
-            return
         if missing := [name for name, value in self._values.items() if value is None]:
             raise ValueError(f"{self.plan.name}: arguments never set: {', '.join(missing)}")
-        self._complete = True
 
     def run(self, stream: int) -> bool:
         """Run the whole sequence on a stream: its launches, or a CUDA graph of them.

@@ -7,6 +7,7 @@ the thread that prepared it, since writing arguments and launching are two steps
 from __future__ import annotations
 
 import ctypes
+import operator
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -24,6 +25,11 @@ _WRONG_CONTEXT = frozenset({driver.INVALID_CONTEXT, driver.INVALID_HANDLE})
 
 # Every argument lies in a slot of 8 bytes, little-endian like every host that CUDA runs on.
 SLOT = 8
+_RANGES = {
+    "pointer": (0, 2**64 - 1),
+    "int64": (-(2**63), 2**63 - 1),
+    "int32": (-(2**31), 2**31 - 1),
+}
 _NO_CLUSTER = (1, 1, 1)
 
 
@@ -76,8 +82,22 @@ class Launchable(Protocol):
 
 
 def word(kind: str, value: float) -> int:
-    """Return a value as a slot of 8 bytes holds an argument of its kind; integers hold themselves."""
-    return int(value) if kind != "float32" else int.from_bytes(struct.pack("<f", value), "little")
+    """Return a value as a slot of 8 bytes holds an argument of its kind; integers hold themselves.
+
+    Raises
+    ------
+    TypeError
+        For a value that is no integer, unless the kind is ``"float32"``.
+    ValueError
+        For an integer that the kind cannot hold.
+    """
+    if kind == "float32":
+        return int.from_bytes(struct.pack("<f", value), "little")
+    number = operator.index(value)  # type: ignore[arg-type]
+    low, high = _RANGES[kind]
+    if not low <= number <= high:
+        raise ValueError(f"an argument of kind {kind} must lie in {low}..{high}, got {number}")
+    return number
 
 
 def attributes_of(launch: Launchable, pdl: bool) -> list[driver.LaunchAttribute]:

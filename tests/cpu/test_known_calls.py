@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from sdm_rt import sdm_write_read
 from sdm_rt.ops import write_read
@@ -135,16 +136,83 @@ def test_the_graph_has_one_node_for_a_call(functional: bool) -> None:
         assert leaf.grad.shape == leaf.shape, name
 
 
-def test_a_backward_has_the_callers_tensors_and_copies_of_those_with_gaps() -> None:
+def with_gaps(x: Tensor) -> Tensor:
+    """The same values between columns that belong to others, as a fused projection gives them."""
+    wide = x.new_zeros(*x.shape[:-1], x.shape[-1] + 4)
+    wide[..., 1 : 1 + x.shape[-1]] = x
+    return wide[..., 1 : 1 + x.shape[-1]]
+
+
+def by_token(x: Tensor) -> Tensor:
+    """The same values with the streams of a token side by side: no view of them is [rows, *]."""
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def test_a_backward_keeps_the_callers_memory_but_of_what_no_view_flattens() -> None:
     call = good_call()
     call["k_val"].requires_grad_()
-    call["v"] = call["v"].transpose(0, 1).contiguous().transpose(0, 1)
+    call |= {"v": by_token(call["v"]), "q_val": with_gaps(call["q_val"])}
     readings = sdm_write_read(**call)
     saved = readings.grad_fn.saved_tensors  # type: ignore[union-attr]
-    assert all(tensor.is_contiguous() for tensor in saved)
-    addresses = {tensor.data_ptr() for tensor in saved}
-    assert {name for name in ("k_idx", "k_val", "v", "q_val") if call[name].data_ptr() in addresses} == {
-        "k_idx",
-        "k_val",
-        "q_val",
-    }
+    kept = {tensor.untyped_storage().data_ptr() for tensor in saved}
+    names = ("k_idx", "k_val", "v", "q_val")
+    found = {name for name in names if call[name].untyped_storage().data_ptr() in kept}
+    assert found == {"k_idx", "k_val", "q_val"}
+
+
+@pytest.mark.parametrize("layout", [lambda x: x.clone(), with_gaps], ids=["dense", "gaps"])
+@pytest.mark.parametrize("rows", [False, True])
+def test_a_kept_tensor_that_was_overwritten_is_refused(
+    layout: Callable[[Tensor], Tensor], rows: bool
+) -> None:
+    call = flat(good_call()) if rows else good_call()
+    call["k_val"].requires_grad_()
+    call["v"] = layout(call["v"])
+    readings = sdm_write_read(**call)
+    call["v"].zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        readings.sum().backward()
+
+
+@pytest.mark.parametrize("layout", [by_token, with_gaps])
+def test_gradients_do_not_depend_on_the_layout(layout: Callable[[Tensor], Tensor]) -> None:
+    found = []
+    for change in (lambda x: x, layout):
+        call = with_tokens(good_call(), change)
+        leaves = [call[name].requires_grad_() for name in GRADIENTS if name != "memory"]
+        found.append(torch.autograd.grad(sdm_write_read(**call).square().sum(), leaves))
+        assert [grad.shape for grad in found[-1]] == [leaf.shape for leaf in leaves]
+    for got, want in zip(*found, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_a_gradient_of_rows_is_no_view() -> None:
+    call = flat(good_call())
+    leaf = call["v"].requires_grad_()
+    (grad,) = torch.autograd.grad(sdm_write_read(**call, return_final_bank=True)[0].sum(), leaf)
+    assert not grad._is_view()
+
+
+def test_checks_make_no_copies() -> None:
+    """Of seven token tensors that no view flattens, and of the bank: one copy each, in a traced call too."""
+    call = with_tokens(good_call(), by_token)
+    names = [name for name, x in call.items() if isinstance(x, Tensor)]
+    rest = {name: x for name, x in call.items() if name not in names}
+
+    def run(*tensors: Tensor) -> Any:
+        return sdm_write_read(**dict(zip(names, tensors, strict=True)), **rest, return_final_bank=True)
+
+    graph = make_fx(run)(*(call[name] for name in names)).graph
+    assert sum("clone" in str(node.target) for node in graph.nodes) == 8
+
+
+def test_a_flag_counts_as_it_is_at_the_call() -> None:
+    flag = torch.tensor(True)
+    call = good_call() | {"num_memory_slots": 0}
+    for name, lanes in (("k_idx", W), ("q_idx", R)):
+        call[name] = (S * torch.arange(P)).view(P, 1, 1).expand(P, T, lanes)
+    sdm_write_read(**call, shared_bank=flag)
+    flag.fill_(False)
+    with pytest.raises(ValueError, match="num_memory_slots: expected the slots of a stream"):
+        sdm_write_read(**call, shared_bank=flag)
+    sdm_write_read(**good_call(), key_weighted_decay=[1] if good_call()["g"].shape[-1] > 1 else [])

@@ -77,6 +77,31 @@ def test_what_the_driver_reads(fake: FakeDriver) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("x", -1, ValueError),
+        ("x", 2**64, ValueError),
+        ("n", 2**31, ValueError),
+        ("n", -(2**31) - 1, ValueError),
+        ("stride", 2**63, ValueError),
+        ("n", 1.5, TypeError),
+        ("x", "7", TypeError),
+        ("stride", None, TypeError),
+    ],
+)
+def test_what_an_argument_cannot_hold_is_refused(
+    fake: FakeDriver, name: str, value: object, error: type[Exception]
+) -> None:
+    launch = prepared()
+    good = {"x": 2**64 - 1, "n": -(2**31), "stride": 2**63 - 1, "scale": 2.0}
+    launch.set(good)
+    with pytest.raises(error):
+        launch.set({name: value})
+    launch.run(STREAM)
+    assert values(fake.launches[-1].parameters) == (2**64 - 1, -(2**31), 2**63 - 1, 2.0)
+
+
+@pytest.mark.parametrize(
     ("launch", "pdl", "expected"),
     [
         (LAUNCH, False, {driver.CLUSTER_DIMENSION}),

@@ -10,7 +10,18 @@ from torch import Tensor
 
 from tests import oracle
 
-__all__ = ["GATES", "GRADIENTS", "WRITES", "Problem", "Result", "make_problem", "run_op", "run_oracle"]
+__all__ = [
+    "GATES",
+    "GRADIENTS",
+    "WRITES",
+    "Problem",
+    "Result",
+    "by_token",
+    "make_problem",
+    "run_op",
+    "run_oracle",
+    "with_gaps",
+]
 
 GRADIENTS = ("memory", "k_val", "v", "beta", "g", "q_val")
 GATES = ("zero", "mild", "-50", "-1e4", "-inf", "some -inf", "some positive", "all kinds")
@@ -277,3 +288,15 @@ def run_op(problem: Problem, *, return_final_bank: bool, packed: bool = False, *
         )
         gradients[name] = leaf.grad
     return Result(padded, bank.detach(), gradients)
+
+
+def with_gaps(x: Tensor) -> Tensor:
+    """The same values between columns that belong to others, as a fused projection gives them."""
+    wide = x.new_zeros(*x.shape[:-1], x.shape[-1] + 4)
+    wide[..., 1 : 1 + x.shape[-1]] = x
+    return wide[..., 1 : 1 + x.shape[-1]]
+
+
+def by_token(x: Tensor) -> Tensor:
+    """[P, T, *] with the streams of a token side by side, as a layer's heads are: no view is [rows, *]."""
+    return x.transpose(0, 1).contiguous().transpose(0, 1)

@@ -34,7 +34,7 @@ __all__ = [
     "check_streams_disjoint",
     "check_token_tensors",
     "flat_shapes",
-    "flatten_tokens",
+    "flat_tokens",
     "resolve_streams",
 ]
 
@@ -316,13 +316,9 @@ def flat_shapes(tokens: dict[str, Tensor], shape: StreamShape) -> dict[str, Flat
     return flat
 
 
-def flatten_tokens(tokens: dict[str, Tensor], shape: StreamShape) -> dict[str, Tensor]:
-    """Return the token tensors as [rows, *] (views where the layout allows), leading dimensions checked."""
-    flat = flat_shapes(tokens, shape)
-    return {
-        name: tensor.reshape(flat[name].shape) if tensor.dim() == 3 and not shape.packed else tensor
-        for name, tensor in tokens.items()
-    }
+def flat_tokens(tokens: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return checked token tensors, [P, T, *] or [rows, *], as [rows, *]: views where the layout allows."""
+    return {name: t if t.dim() == 2 else t.flatten(0, 1) for name, t in tokens.items()}
 
 
 def check_stream_lengths(lengths: Tensor, tokens: int, max_seqlen: int | None = None) -> list[int]:

@@ -16,7 +16,8 @@ from sdm_rt.ops.checks import (
     check_one_device,
     check_stream_lengths,
     check_token_tensors,
-    flatten_tokens,
+    flat_shapes,
+    flat_tokens,
     resolve_streams,
 )
 from sdm_rt.ops.counters import count_repeats, record_dispatch
@@ -161,8 +162,8 @@ def _check(
         )
     slots = memory.shape[0] // streams if streams else 0
     shape = resolve_streams(memory, k_idx, slots, streams, False, lengths, None)
-    flat = flatten_tokens(tokens, shape)
-    check_token_tensors(memory, flat, shape.leading, "P")
+    check_token_tensors(memory, flat_shapes(tokens, shape), shape.leading, "P")
+    flat = flat_tokens(tokens)
     check_one_device({"memory": memory, **flat} | ({} if lengths is None else {"lengths": lengths}))
     if values:
         steps = _steps(shape, lengths)

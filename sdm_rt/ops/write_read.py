@@ -14,7 +14,7 @@ from sdm_rt import env
 from sdm_rt.ops import checks
 from sdm_rt.ops.library import is_traced
 from sdm_rt.ops.write_read_autograd import write_read_in_place, write_read_with_final_bank
-from sdm_rt.ops.write_read_call import WriteReadCall, check_values, flat_tokens, needs_backward
+from sdm_rt.ops.write_read_call import WriteReadCall, check_values, needs_backward
 from sdm_rt.ops.write_read_operators import traced_write_read
 from sdm_rt.ops.write_read_paths import path_of
 from sdm_rt.plan.column_slices import SCHEDULES
@@ -346,9 +346,7 @@ def sdm_write_read(
     tensors = {"k_idx": k_idx, "k_val": k_val, "v": v, "beta": beta, "g": g, "q_idx": q_idx, "q_val": q_val}
     streams = {name: t for name, t in (("lengths", lengths), ("cu_seqlens", cu_seqlens)) if t is not None}
     given = {"memory": memory, **tensors, **streams}
-    only_tensors = True
-    for array in given.values():
-        only_tensors = only_tensors and isinstance(array, Tensor)
+    only_tensors = all(isinstance(array, Tensor) for array in given.values())
     if not only_tensors and any(map(is_foreign, given.values())):
         result: Tensor | tuple[Tensor, Tensor] = _on_foreign_arrays(
             given, **options._asdict(), return_final_bank=return_final_bank, check_indices=check_indices
@@ -359,10 +357,12 @@ def sdm_write_read(
     check = _known_call if only_tensors and not traced else _check_call  # symbolic shapes go into no memo
     call = check(memory, tensors, streams, options)
     if traced:
-        return traced_write_read(memory, flat_tokens(tensors), call, streams, checked, return_final_bank)
+        return traced_write_read(
+            memory, checks.flat_tokens(tensors), call, streams, checked, return_final_bank
+        )
     _check_plain(given)
     if checked and memory.is_cuda:
-        check_values(call, flat_tokens(tensors), streams)
+        check_values(call, checks.flat_tokens(tensors), streams)
     if needs_backward(memory, tensors):
         run = write_read_with_final_bank if return_final_bank else write_read_in_place
         return run(memory, tensors, call, streams)

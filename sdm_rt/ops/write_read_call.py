@@ -18,7 +18,6 @@ __all__ = [
     "Gradients",
     "WriteReadCall",
     "check_values",
-    "flat_tokens",
     "needs_backward",
     "stream_spans",
 ]
@@ -76,11 +75,6 @@ class Gradients(NamedTuple):
             g.to(tensors["g"].dtype),
             self.q_val.to(tensors["q_val"].dtype),
         )
-
-
-def flat_tokens(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the checked token tensors of a call, [P, T, *] or [rows, *], as [rows, *]."""
-    return {name: t if t.dim() == 2 else t.flatten(0, 1) for name, t in tensors.items()}
 
 
 def needs_backward(memory: Tensor, tensors: dict[str, Tensor]) -> bool:

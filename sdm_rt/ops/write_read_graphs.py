@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from sdm_rt import env
+from sdm_rt.ops.checks import flat_tokens
 from sdm_rt.ops.write_read_backward_launch import bind_backward, gradient_bank_dtype, new_gradients
-from sdm_rt.ops.write_read_call import Gradients, WriteReadCall, flat_tokens
+from sdm_rt.ops.write_read_call import Gradients, WriteReadCall
 from sdm_rt.ops.write_read_launch import (
     BankLayout,
     BoundCall,

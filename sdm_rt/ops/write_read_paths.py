@@ -9,9 +9,10 @@ from torch import Tensor
 
 from sdm_rt.cpu.recurrence import Saved, Streams, Tokens, advance, retreat, sum_dtype
 from sdm_rt.cpu.snapshot import RowSnapshot
+from sdm_rt.ops.checks import flat_tokens
 from sdm_rt.ops.counters import count_repeats, record_dispatch
 from sdm_rt.ops.write_read_backward_launch import backward_on_gpu
-from sdm_rt.ops.write_read_call import Gradients, WriteReadCall, check_values, flat_tokens, stream_spans
+from sdm_rt.ops.write_read_call import Gradients, WriteReadCall, check_values, stream_spans
 from sdm_rt.ops.write_read_graphs import replay_backward, replay_forward
 from sdm_rt.ops.write_read_launch import forward_on_gpu, saved_bytes, training_forward_on_gpu
 

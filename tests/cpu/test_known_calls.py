@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from sdm_rt import sdm_write_read
 from sdm_rt.ops import write_read
-from tests.problems import GRADIENTS, make_problem
+from tests.problems import GRADIENTS, by_token, make_problem, with_gaps
 
 P, T, W, R, D, S = 2, 4, 3, 2, 5, 6
 Call = dict[str, Any]
@@ -134,18 +134,6 @@ def test_the_graph_has_one_node_for_a_call(functional: bool) -> None:
     for name, leaf in leaves.items():
         assert leaf.grad is not None, name
         assert leaf.grad.shape == leaf.shape, name
-
-
-def with_gaps(x: Tensor) -> Tensor:
-    """The same values between columns that belong to others, as a fused projection gives them."""
-    wide = x.new_zeros(*x.shape[:-1], x.shape[-1] + 4)
-    wide[..., 1 : 1 + x.shape[-1]] = x
-    return wide[..., 1 : 1 + x.shape[-1]]
-
-
-def by_token(x: Tensor) -> Tensor:
-    """The same values with the streams of a token side by side: no view of them is [rows, *]."""
-    return x.transpose(0, 1).contiguous().transpose(0, 1)
 
 
 def test_a_backward_keeps_the_callers_memory_but_of_what_no_view_flattens() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sdm_rt.ops.checks import flatten_tokens, resolve_streams
+from sdm_rt.ops.checks import flat_tokens, resolve_streams
 from sdm_rt.ops.write_read_call import WriteReadCall
 from sdm_rt.ops.write_read_launch import BankLayout, allocate, operands_of, planned_shape
 from sdm_rt.plan.device import DeviceModel
@@ -83,7 +83,7 @@ def planned_forward(
     layout = BankLayout.of(memory)
     one_bank = problem.slots == 0
     shape = resolve_streams(memory, problem.k_idx, problem.slots, problem.streams, one_bank, lengths, None)
-    operands = operands_of(memory, flatten_tokens(problem.inputs(), shape))
+    operands = operands_of(memory, flat_tokens(problem.inputs()))
     call = WriteReadCall(shape, problem.tokens, chunk, snapshot, grad_bank_fp32, schedule)
     plan = plan_forward(planned_shape(memory, operands, call, layout.alignment, training), model, schedule)
     buffers = allocate(plan.buffers, memory.device)

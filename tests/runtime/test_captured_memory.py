@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from sdm_rt.ops import bound_plans, write_read_graphs, write_read_launch
+from sdm_rt.ops import write_read_graphs
 from sdm_rt.ops.checks import StreamShape
 from sdm_rt.ops.write_read_call import WriteReadCall
 from sdm_rt.plan import bound
-from sdm_rt.plan.device import preset
 from sdm_rt.plan.launch import Launch
-from tests.runtime.cupy_without_gpu import HOPPER
+from tests.runtime.plans_without_gpu import STREAM, bind_without_gpu
 
 P, T, W, R, D, S, C = 2, 40, 4, 3, 24, 30, 16
 Captured = list[tuple[Launch, dict[str, Any]]]
@@ -50,19 +49,9 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Captured, dict[str, 
         found.append((launches, keep))
         return SimpleNamespace(replay=lambda stream: None)
 
-    counter = torch.zeros(1, dtype=torch.int64)
-    monkeypatch.setattr(bound, "prepare_all", lambda launches, gpu, stream: [*map(Prepared, launches)])
-    monkeypatch.setattr(bound.driver, "primary_context", lambda index: 4711)
+    bind_without_gpu(monkeypatch, Prepared)
     monkeypatch.setattr(bound.graph, "capture", capture)
-    monkeypatch.setattr(bound_plans, "device_model", lambda index: preset("h200"))
-    monkeypatch.setattr(bound_plans.device, "gpu", lambda index: HOPPER)
-    monkeypatch.setattr(bound_plans, "current_stream", lambda index: 7)
-    monkeypatch.setattr(
-        bound_plans, "kernels", lambda: SimpleNamespace(are_current=lambda *kept: True, generation=0)
-    )
-    monkeypatch.setattr(bound_plans, "_memo", bound_plans._Memo())
-    monkeypatch.setattr(write_read_launch, "device_repeats", lambda device: counter)
-    monkeypatch.setattr(write_read_graphs, "current_stream", lambda index: 7)
+    monkeypatch.setattr(write_read_graphs, "current_stream", lambda index: STREAM)
     monkeypatch.setattr(write_read_graphs, "_scratch", write_read_graphs._Scratch())
     return found
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sdm_rt.errors import UnsupportedConfigurationError
-from sdm_rt.ops.checks import flatten_tokens, resolve_streams
+from sdm_rt.ops.checks import flat_tokens, resolve_streams
 from sdm_rt.ops.write_read_call import WriteReadCall
 from sdm_rt.ops.write_read_launch import BankLayout, operands_of, planned_shape, saved_bytes
 from tests.problems import make_problem
@@ -19,7 +19,7 @@ def test_a_training_call_of_several_streams_on_one_bank_says_so_in_its_shape(
     problem = make_problem(streams, 5, 3, 2, 8, 9).cast(torch.bfloat16)
     slots = 0 if shared else problem.slots
     shape = resolve_streams(problem.memory, problem.k_idx, slots, streams, shared, None, None)
-    operands = operands_of(problem.memory, flatten_tokens(problem.inputs(), shape))
+    operands = operands_of(problem.memory, flat_tokens(problem.inputs()))
     call = WriteReadCall(shape, 5, 64, "none", False, None)
     assert not planned_shape(problem.memory, operands, call, 16, training=False).shared_bank
     several = shared and streams > 1

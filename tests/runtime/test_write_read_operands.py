@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
-from types import SimpleNamespace
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -13,18 +12,15 @@ from torch import Tensor
 
 from sdm_rt import sdm_write_read
 from sdm_rt.ops import (
-    bound_plans,
     write_read,
     write_read_autograd,
     write_read_backward_launch,
     write_read_launch,
     write_read_paths,
 )
-from sdm_rt.plan import bound
-from sdm_rt.plan.device import preset
 from sdm_rt.plan.launch import Launch
-from tests.problems import GRADIENTS, make_problem
-from tests.runtime.cupy_without_gpu import HOPPER
+from tests.problems import GRADIENTS, by_token, make_problem, with_gaps
+from tests.runtime.plans_without_gpu import STREAM, bind_without_gpu
 
 P, T, W, R, D, S = 3, 20, 4, 6, 16, 32
 OPERANDS = ("k_idx", "k_val", "v", "q_idx", "q_val")
@@ -33,18 +29,6 @@ Layout = Callable[[Tensor], Tensor]
 
 def rows(x: Tensor) -> Tensor:
     return x.flatten(0, 1)
-
-
-def with_gaps(x: Tensor) -> Tensor:
-    """The same values between columns that belong to others, as a fused projection gives them."""
-    wide = x.new_zeros(*x.shape[:-1], x.shape[-1] + 4)
-    wide[..., 1 : 1 + x.shape[-1]] = x
-    return wide[..., 1 : 1 + x.shape[-1]]
-
-
-def by_token(x: Tensor) -> Tensor:
-    """The same values with the streams of a token side by side, as a layer's heads are."""
-    return x.transpose(0, 1).contiguous().transpose(0, 1)
 
 
 LAYOUTS: dict[str, Layout] = {
@@ -81,24 +65,12 @@ class Looking:
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run CPU tensors on the path of CUDA tensors; launches look and compute nothing."""
-
-    def prepare_all(launches: Sequence[Launch], gpu: object, stream: int) -> list[Looking]:
-        return [Looking(launch) for launch in launches]
-
-    counter = torch.zeros(1, dtype=torch.int64)
-    kernels = SimpleNamespace(are_current=lambda *kept: True, generation=0)
+    bind_without_gpu(monkeypatch, Looking)
     monkeypatch.setenv("SDM_RT_REPLAY", "0")
-    monkeypatch.setattr(bound, "prepare_all", prepare_all)
-    monkeypatch.setattr(bound.driver, "primary_context", lambda index: 4711)
-    monkeypatch.setattr(bound_plans, "device_model", lambda index: preset("h200"))
-    monkeypatch.setattr(bound_plans.device, "gpu", lambda index: HOPPER)
-    monkeypatch.setattr(bound_plans, "kernels", lambda: kernels)
-    monkeypatch.setattr(bound_plans, "_memo", bound_plans._Memo())
-    for module in (bound_plans, write_read_launch, write_read_backward_launch):
-        monkeypatch.setattr(module, "current_stream", lambda index: 7)
+    for module in (write_read_launch, write_read_backward_launch):
+        monkeypatch.setattr(module, "current_stream", lambda index: STREAM)
     for module in (write_read, write_read_autograd):
         monkeypatch.setattr(module, "path_of", lambda device: write_read_paths._KERNELS)
-    monkeypatch.setattr(write_read_launch, "device_repeats", lambda device: counter)
     Looking.seen = []
 
 

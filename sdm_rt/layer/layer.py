@@ -12,16 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sdm_rt.layer.activations import is_same_softmax, make_activation
+from sdm_rt.layer.activations import make_activation
 from sdm_rt.layer.args import SparseDeltaMemoryArgs
 from sdm_rt.layer.layout import OneTokenLayout, PackedLayout, TokenLayout, resolve_layout
+from sdm_rt.layer.slot_selection import SlotSelection, select_writes_and_reads
 from sdm_rt.layer.state import Cache, SDMLayerState
 from sdm_rt.layer.statistics import access_statistics, norm_statistics
 from sdm_rt.layer.token_replay import replay_token
 from sdm_rt.ops.checks import BANK_DTYPES, check_int, check_one_device
 from sdm_rt.ops.decode import sdm_decode_step
 from sdm_rt.ops.library import is_traced
-from sdm_rt.ops.topk import select_slots
 from sdm_rt.ops.write_read import sdm_write_read
 from sdm_rt.ops.write_read_graphs import replayed_calls
 
@@ -42,20 +42,6 @@ class _Entries(NamedTuple):
     g: Tensor
     q_idx: Tensor
     q_val: Tensor
-
-
-class _Chosen(NamedTuple):
-    """The bank rows and weights that the tokens write and read, as the op takes them, and slots [N, H, *].
-
-    The slots of a call without access statistics may be those of writes and reads together.
-    """
-
-    k_idx: Tensor
-    k_val: Tensor
-    q_idx: Tensor
-    q_val: Tensor
-    k_slots: Tensor
-    q_slots: Tensor
 
 
 class SparseDeltaMemory(nn.Module):
@@ -344,27 +330,27 @@ class SparseDeltaMemory(nn.Module):
 
         modules = cast(dict[str, Any], self._modules)  # a token has no time for Module.__getattr__
         v = modules["Wv_write"](rows)
-        chosen = self._choose(rows, layout)
+        selected = select_writes_and_reads(rows, layout, self.args, modules)
         gate_dtype = torch.promote_types(v.dtype, torch.float32)
         beta = torch.sigmoid(modules["b_proj"](rows).to(gate_dtype))  # [N, H]
         g = layout.to_streams(self._log_decay(rows, gate_dtype))
         if self.args.key_weighted_decay:
-            g = g * chosen.k_val.to(gate_dtype)
+            g = g * selected.k_val.to(gate_dtype)
 
         bank, state = self._bank(cache, layout, v)
         entries = _Entries(
-            k_idx=chosen.k_idx,
-            k_val=chosen.k_val,
+            k_idx=selected.k_idx,
+            k_val=selected.k_val,
             v=layout.to_streams(v),
             beta=layout.to_streams(beta),
             g=g,
-            q_idx=chosen.q_idx,
-            q_val=chosen.q_val,
+            q_idx=selected.q_idx,
+            q_val=selected.q_val,
         )
         readings = layout.from_streams(self._run_op(bank, entries, layout, decodes=cache is not None))
         state.update_(state.state[0], layout.tokens)
         if self.args.log_memory_access_stats or self.args.log_memory_norms:
-            self._measure(state, chosen, v, readings, layout)
+            self._measure(state, selected, v, readings, layout)
 
         out = readings if readings.dtype == v.dtype else readings.to(v.dtype)  # [N, H, D]
         if (norm := modules.get("readings_norm")) is not None:
@@ -404,42 +390,6 @@ class SparseDeltaMemory(nn.Module):
             if bank.device != x.device:
                 check_one_device({"x": x, "cache": bank})
         return layout
-
-    def _choose(self, rows: Tensor, layout: TokenLayout) -> _Chosen:
-        """Return what the tokens write and read, and how strongly."""
-        args, modules = self.args, cast(dict[str, Any], self._modules)
-        write_keys, write_act = modules["Wk_write"], modules["write_act"]
-        read_keys, read_act = modules["Wq_read"], modules["read_act"]
-        if (
-            isinstance(layout, OneTokenLayout)
-            and args.num_writes == args.num_reads
-            and not args.query_batchnorm
-            and is_same_softmax(write_act, read_act)
-        ):
-            # A row selects the same slots in any batch: one selection and one activation for both.
-            keys = torch.cat([write_keys(rows), read_keys(rows)])
-            scores, slots = self._select(keys, args.num_writes)  # [2B, H, W]
-            k_val, q_val = layout.to_streams(write_act(scores)).chunk(2)
-            k_idx, q_idx = layout.bank_rows(slots, self.slots_per_head).chunk(2)
-            k_slots, q_slots = slots.chunk(2) if args.log_memory_access_stats else (slots, slots)
-            return _Chosen(k_idx, k_val, q_idx, q_val, k_slots, q_slots)
-        keys = _normalize_tokens(self.key_bn, write_keys(rows), layout)
-        k_score, k_slots = self._select(keys, args.num_writes)
-        keys = _normalize_tokens(self.query_bn, read_keys(rows), layout)
-        q_score, q_slots = self._select(keys, args.num_reads)
-        return _Chosen(
-            k_idx=layout.bank_rows(k_slots, self.slots_per_head),
-            k_val=layout.to_streams(write_act(k_score)),
-            q_idx=layout.bank_rows(q_slots, self.slots_per_head),
-            q_val=layout.to_streams(read_act(q_score)),
-            k_slots=k_slots,
-            q_slots=q_slots,
-        )
-
-    def _select(self, keys: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Return scores and slots [N, H, count] of normalized keys or queries [N, H * sum(n_f)]."""
-        raw = keys.view(keys.shape[0], self.num_heads, sum(self.factors))
-        return select_slots(raw, self.factors, count)
 
     def _log_decay(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Return g, [N, H], without what key_weighted_decay multiplies it by."""
@@ -487,12 +437,12 @@ class SparseDeltaMemory(nn.Module):
         )
 
     def _measure(
-        self, state: Cache, chosen: _Chosen, v: Tensor, readings: Tensor, layout: TokenLayout
+        self, state: Cache, selected: SlotSelection, v: Tensor, readings: Tensor, layout: TokenLayout
     ) -> None:
         self.statistics = {}
         slots = self.slots_per_head
         if self.args.log_memory_access_stats:
-            self.statistics |= access_statistics(chosen.k_slots, chosen.q_slots, slots, layout.is_real)
+            self.statistics |= access_statistics(selected.k_slots, selected.q_slots, slots, layout.is_real)
         if self.args.log_memory_norms:
             values = v.view(readings.shape)  # [N, H, D]
             self.statistics |= norm_statistics(state.state[0], values, readings, slots, layout.is_real)
@@ -514,24 +464,6 @@ def _trunc_normal_(weight: Tensor, std: float) -> None:
 def _zero_padding(rows: Tensor, layout: TokenLayout) -> Tensor:
     """Return [N, *] with rows of padding replaced by zeros: no NaN there reaches a weight's gradient."""
     return rows if layout.is_real is None else rows.masked_fill(~layout.is_real.unsqueeze(-1), 0.0)
-
-
-def _normalize_tokens(norm: nn.Module | None, keys: Tensor, layout: TokenLayout) -> Tensor:
-    """Apply BatchNorm to the real tokens among ``keys`` [N, columns]; in training, padding must not count.
-
-    Finding the rows waits for the device; packed inputs have no padding to leave out.
-    """
-    if norm is None or keys.shape[0] == 0:
-        return keys
-    is_real = layout.is_real
-    if is_real is None or not norm.training:
-        normalized: Tensor = norm(keys)
-        return normalized
-    rows = is_real.nonzero().squeeze(-1)
-    if rows.numel() == 0:
-        return keys
-    real: Tensor = norm(keys.index_select(0, rows))
-    return torch.zeros_like(keys, dtype=real.dtype).index_copy(0, rows, real)
 
 
 @functools.cache

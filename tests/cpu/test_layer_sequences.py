@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sdm_rt import last_dispatch
-from sdm_rt.layer import layer as layer_module
+from sdm_rt.layer import slot_selection
 from sdm_rt.ops.topk import select_slots
 from tests.layer_reference import make_layer
 from tests.tolerances import assert_close, assert_same_bits
@@ -195,7 +195,7 @@ def test_one_token_selects_once_where_counts_agree(monkeypatch, options, selecti
         rows.append(raw.shape[0])
         return select_slots(raw, *arguments)
 
-    monkeypatch.setattr(layer_module, "select_slots", select)
+    monkeypatch.setattr(slot_selection, "select_slots", select)
     with torch.no_grad():
         layer(torch.randn(3, 1, 12), cache=layer.create_kv_cache(3, 1, torch.float32))
         assert rows == [6 // selections] * selections

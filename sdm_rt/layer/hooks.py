@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from operator import itemgetter
-
 from torch import nn
 
 __all__ = ["HOOKS", "has_global_hooks", "is_watched"]
@@ -11,13 +9,11 @@ __all__ = ["HOOKS", "has_global_hooks", "is_watched"]
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Where a module keeps the hooks of its calls."""
 
-_own_hooks = itemgetter(*HOOKS)
-
 
 def is_watched(module: nn.Module) -> bool:
     """Whether a call of the module does more, or other things, than its class says."""
     state = module.__dict__
-    return any(_own_hooks(state)) or "forward" in state or "_compiled_call_impl" in state
+    return any(state[name] for name in HOOKS) or "forward" in state or "_compiled_call_impl" in state
 
 
 def has_global_hooks() -> bool:

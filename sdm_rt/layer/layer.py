@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import warnings
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from sdm_rt.layer.activations import make_activation
 from sdm_rt.layer.args import SparseDeltaMemoryArgs
@@ -86,7 +88,7 @@ class SparseDeltaMemory(nn.Module):
         args.validate()
         if args.dim == -1:
             raise ValueError("dim: expected a value at least 1 to build a layer, got -1 (not set)")
-        self.args = args
+        self.args = args = copy.copy(args)  # another layer may be built of the same ones, changed
         self.layer_id = layer_id
         self.num_heads = args.num_heads
         self.head_dim = args.head_dim
@@ -144,8 +146,8 @@ class SparseDeltaMemory(nn.Module):
 
         Weights and the learned bank come from a normal distribution cut at 3 standard deviations, biases are
         0, ``A_log`` is the logarithm of a uniform number of ``A_init_range``, and ``dt_bias`` makes
-        softplus(dt_bias) log-uniform in [1e-3, 1e-1]. Norms return to their initial state, with their running
-        statistics.
+        softplus(dt_bias) log-uniform in [1e-3, 1e-1]. Norms, with their running statistics, and
+        activations with parameters return to their initial state.
 
         Parameters
         ----------
@@ -160,10 +162,14 @@ class SparseDeltaMemory(nn.Module):
         ------
         ValueError
             If one of the three is not positive and finite; nothing has been drawn then.
+        TypeError
+            If one of them is no number.
         """
         std = self.args.dim**-0.5 if init_std is None else init_std
         scaling = 1.0 if width_scaling is None else width_scaling
         for name, value in (("init_std", std), ("factor", factor), ("width_scaling", scaling)):
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
             if not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{name}: expected a positive number, got {value}")
         projections = (
@@ -186,9 +192,9 @@ class SparseDeltaMemory(nn.Module):
             self.dt_bias.uniform_(*map(math.log, _TIME_STEP_RANGE)).exp_().clamp_(min=_SMALLEST_TIME_STEP)
         )
         time_step.add_(torch.log(-torch.expm1(-time_step)))  # the inverse of softplus
-        for norm in (self.readings_norm, self.query_bn, self.key_bn):
-            if norm is not None:
-                norm.reset_parameters()
+        for module in (self.readings_norm, self.query_bn, self.key_bn, self.read_act, self.write_act):
+            if callable(reset := getattr(module, "reset_parameters", None)):
+                reset()
 
     def create_kv_cache(
         self,
@@ -222,28 +228,28 @@ class SparseDeltaMemory(nn.Module):
         Raises
         ------
         TypeError
-            If ``bsz`` or ``seq_len`` is no int, or ``dtype`` is none of a bank.
+            If ``bsz`` or ``seq_len`` is no int, ``dtype`` is none of a bank, or ``initial_memory`` is not a
+            tensor of real numbers.
         ValueError
             If ``bsz`` or ``seq_len`` is negative, or ``initial_memory`` has another shape.
         RuntimeError
-            If FSDP2 has given back the memory of the learned initial bank: pass ``initial_memory``.
+            If the learned initial bank is a DTensor, or FSDP2 has given back its memory: pass
+            ``initial_memory``.
         """
         check_int("bsz", bsz, 0, None)
         check_int("seq_len", seq_len, 0, None)
         if dtype not in BANK_DTYPES:
             raise TypeError(f"dtype: expected float64, float32, bfloat16 or float16, got {dtype}")
         rows = self.num_heads * self.slots_per_head
-        if initial_memory is None:
-            initial = self._initial_bank()
-        else:
-            shapes = [(rows, self.head_dim), (bsz * rows, self.head_dim)]
-            if tuple(initial_memory.shape) not in shapes:
-                raise ValueError(
-                    f"initial_memory: expected shape [H*S, D] = {list(shapes[0])} or [B*H*S, D] = "
-                    f"{list(shapes[1])}, got {list(initial_memory.shape)}"
-                )
-            initial = initial_memory.detach().clone()
-        bank = torch.empty(bsz * rows, self.head_dim, dtype=dtype, device=device or self.Wo.weight.device)
+        if initial_memory is not None:
+            _check_initial_memory(initial_memory, [(rows, self.head_dim), (bsz * rows, self.head_dim)])
+        elif is_traceable_wrapper_subclass(self.memory):
+            raise RuntimeError(
+                f"create_kv_cache: the learned initial bank is a {type(self.memory).__name__}; pass "
+                f"initial_memory=layer.memory.full_tensor()"
+            )
+        bank = torch.empty(bsz * rows, self.head_dim, dtype=dtype, device=device or self.A_log.device)
+        initial = self._initial_bank(bank) if initial_memory is None else initial_memory.detach().clone()
         state = SDMLayerState(bank, initial=initial)
         state.reset()
         return state
@@ -302,7 +308,7 @@ class SparseDeltaMemory(nn.Module):
             Inside a transform of ``torch.func``. From a backward: the bank of the call was changed in
             between, or ran backward before.
         """
-        if isinstance(mask, Tensor):
+        if isinstance(mask, Tensor) and not torch.compiler.is_compiling():  # which cannot trace a warning
             _warn_mask_has_no_effect()
         layout = self._resolve(x, freqs_cis, cache, lengths, cu_seqlens, max_seqlen)
         if (
@@ -396,16 +402,19 @@ class SparseDeltaMemory(nn.Module):
         time_step = F.softplus(self.a_proj(rows).to(dtype) + self.dt_bias)
         return -self.A_log.to(dtype).exp() * time_step
 
-    def _initial_bank(self) -> Tensor:
-        """Return the rows that fill a sequence's bank at its start: the learned [H*S, D], or one of zeros."""
-        return self.Wo.weight.new_zeros(1, self.head_dim) if self.memory is None else self.memory
+    def _initial_bank(self, like: Tensor) -> Tensor:
+        """Return the rows that fill a sequence's bank at its start: the learned [H*S, D], or one of zeros.
+
+        Zeros have the dtype and the device of ``like``.
+        """
+        return like.new_zeros(1, self.head_dim) if self.memory is None else self.memory
 
     def _bank(self, cache: Cache | None, layout: TokenLayout, v: Tensor) -> tuple[Tensor, Cache]:
         """Return the bank that the call advances, and the state that holds it."""
         if cache is not None:
             return cache.state[0], cache
         rows = layout.sequences * self.num_heads * self.slots_per_head
-        initial = self._initial_bank()
+        initial = self._initial_bank(v)
         # repeat() copies even for one sequence, and sums gradients over the batch.
         bank = initial.to(v.dtype).repeat(rows // initial.shape[0], 1)
         return bank, SDMLayerState(bank, initial=initial)
@@ -454,6 +463,17 @@ class SparseDeltaMemory(nn.Module):
             f"layer_id={self.layer_id}, dim={args.dim}, num_heads={args.num_heads}, "
             f"slots_per_head={args.slots_per_head}, factors={self.factors}, num_writes={args.num_writes}, "
             f"num_reads={args.num_reads}"
+        )
+
+
+def _check_initial_memory(given: Any, shapes: list[tuple[int, int]]) -> None:
+    if not isinstance(given, Tensor) or given.is_complex():
+        got = given.dtype if isinstance(given, Tensor) else type(given).__name__
+        raise TypeError(f"initial_memory: expected a torch.Tensor of real numbers, got {got}")
+    if tuple(given.shape) not in shapes:
+        raise ValueError(
+            f"initial_memory: expected shape [H*S, D] = {list(shapes[0])} or [B*H*S, D] = "
+            f"{list(shapes[1])}, got {list(given.shape)}"
         )
 
 

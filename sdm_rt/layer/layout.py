@@ -240,6 +240,11 @@ def resolve_layout(
                 f"x: expected shape [B, T, dim], or [B*T, dim] with freqs_cis of T rows, or [sum T, dim] "
                 f"with cu_seqlens, got {list(x.shape)} without either"
             )
+        if not getattr(freqs_cis, "shape", ()):
+            raise TypeError(
+                f"freqs_cis: expected a torch.Tensor of T rows beside x of rank 2, got "
+                f"{type(freqs_cis).__name__}{' of rank 0' if isinstance(freqs_cis, Tensor) else ''}"
+            )
         tokens = freqs_cis.shape[0]
         if x.shape[0] % max(tokens, 1) or (tokens == 0 and x.shape[0]):
             raise ValueError(

@@ -117,12 +117,14 @@ class SDMLayerState(Cache):
         Raises
         ------
         TypeError
-            If ``seq_len`` is no int.
+            If ``seq_len`` is no int, or ``new_memory`` no tensor.
         ValueError
             If ``seq_len`` is negative, or ``new_memory`` has another shape than the bank. Nothing has changed
             then.
         """
         check_int("seq_len", seq_len, 0, None)
+        if not isinstance(new_memory, Tensor):
+            raise TypeError(f"new_memory: expected a torch.Tensor, got {type(new_memory).__name__}")
         if new_memory.shape != self.memory.shape:
             raise ValueError(
                 f"new_memory: expected shape {list(self.memory.shape)}, got {list(new_memory.shape)}"

@@ -6,7 +6,7 @@ indices) run on the CPU, and on the GPU only where the caller or ``SDM_RT_CHECK=
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from math import gcd
@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from sdm_rt.plan.shapes import MAX_HEAD_DIM, MAX_LANES
 
@@ -22,12 +25,14 @@ __all__ = [
     "INDEX_DTYPES",
     "FlatShape",
     "StreamShape",
+    "are_plain",
     "check_bank",
     "check_choice",
     "check_index_range",
     "check_int",
     "check_no_gradient",
     "check_one_device",
+    "check_plain",
     "check_sequence",
     "check_stream_lengths",
     "check_stream_offsets",
@@ -39,7 +44,9 @@ __all__ = [
 ]
 
 BANK_DTYPES: tuple[torch.dtype, ...] = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_PLAIN = frozenset({Tensor, Parameter})
 INDEX_DTYPES: tuple[torch.dtype, ...] = (torch.int32, torch.int64)
+_transforms = torch._C._functorch.peek_interpreter_stack
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -84,6 +91,30 @@ def check_one_device(tensors: dict[str, Tensor]) -> torch.device:
                 f"{name}: expected the device of {first_name}, {first.device}, got {tensor.device}"
             )
     return first.device
+
+
+def are_plain(tensors: Iterable[Tensor]) -> bool:
+    """Whether `check_plain` has nothing to look at: the usual case, told in no time."""
+    return _PLAIN.issuperset(map(type, tensors)) and forward_ad._current_level < 0 and _transforms() is None
+
+
+def check_plain(op: str, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse tensors whose values are not at their own address, and tangents: kernels would not see them."""
+    if _transforms() is not None:
+        raise RuntimeError(
+            f"{op}: torch.func transforms (vmap, grad and others) are not supported; batch by streams and "
+            f"differentiate with torch.autograd"
+        )
+    for name, tensor in tensors.items():
+        if type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor):
+            raise TypeError(
+                f"{name}: expected a plain tensor, got {type(tensor).__name__}; pass what this process holds "
+                f"of it (a DTensor's to_local())"
+            )
+    if forward_ad._current_level >= 0:
+        for name, tensor in tensors.items():
+            if forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
+                raise RuntimeError(f"{name}: has a tangent, and {op} has no forward-mode derivative")
 
 
 def check_no_gradient(op: str, tensors: dict[str, Tensor]) -> None:
@@ -167,6 +198,13 @@ def check_token_tensors(
     for name in ("k_val", "v", "beta", "g", "q_val"):
         if not tokens[name].dtype.is_floating_point:
             raise TypeError(f"{name}: expected a floating-point dtype, got {_dtype_name(tokens[name].dtype)}")
+    for name in ("k_idx", "q_idx"):
+        if len(tokens[name].shape) != len(leading) + 1:
+            symbol = "W" if name == "k_idx" else "R"
+            raise ValueError(
+                f"{name}: expected shape [{leading_names}, {symbol}] = {[*leading, symbol]}, "
+                f"got {list(tokens[name].shape)}"
+            )
     writes, reads = tokens["k_idx"].shape[-1], tokens["q_idx"].shape[-1]
     for name, count in (("k_idx", writes), ("q_idx", reads)):
         if not 1 <= count <= MAX_LANES:

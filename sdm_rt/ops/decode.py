@@ -11,9 +11,11 @@ from torch import Tensor
 from sdm_rt.cpu.recurrence import Streams, Tokens, advance
 from sdm_rt.ops.checks import (
     StreamShape,
+    are_plain,
     check_bank,
     check_index_range,
     check_one_device,
+    check_plain,
     check_stream_lengths,
     check_token_tensors,
     flat_shapes,
@@ -22,6 +24,7 @@ from sdm_rt.ops.checks import (
 )
 from sdm_rt.ops.counters import count_repeats, record_dispatch
 from sdm_rt.ops.decode_launch import decode_on_gpu
+from sdm_rt.ops.inplace_call import apart
 from sdm_rt.ops.library import define, is_traced
 from sdm_rt.runtime.interop import empty_like_caller, is_cupy, producer_stream, to_tensor
 
@@ -72,7 +75,8 @@ def sdm_decode_step(
     Raises
     ------
     RuntimeError
-        Grad mode is on and an input requires grad. On a GPU also: a part of the GPU path is missing
+        Grad mode is on and an input requires grad, an input has a forward-mode tangent, or a transform of
+        ``torch.func`` is active. On a GPU also: a part of the GPU path is missing
         (`MissingDependencyError`), a GPU below compute capability 8.0, a kernel that would have to be
         compiled inside a CUDA graph capture.
     TypeError, ValueError
@@ -102,6 +106,9 @@ def _decode(
         _, flat = _check(memory, operands, lengths, values=False)
         out: Tensor = torch.ops.sdm_rt.decode_step(memory, *flat.values(), lengths)
         return out
+    if not are_plain((memory, *operands)):
+        check_plain("sdm_decode_step", dict(zip(("memory", *NAMES), (memory, *operands), strict=True)))
+    operands = apart(memory, operands)
     if memory.is_cuda:
         return _on_gpu(memory, operands, lengths, readings)
     return _recurrence(memory, operands, lengths)

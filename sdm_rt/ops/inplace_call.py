@@ -7,7 +7,43 @@ from typing import ClassVar
 
 from torch import Tensor
 
-__all__ = ["InplaceCall"]
+__all__ = ["InplaceCall", "apart", "check_tracked"]
+
+
+def apart(bank: Tensor, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return the operands of a call that overwrites ``bank``, copied where they lie in the bank's own memory.
+
+    A call means the values that its operands have when it begins.
+    """
+    storage = bank.untyped_storage()
+    begin = storage.data_ptr()
+    end = begin + storage.nbytes()
+    for operand in operands:
+        if begin <= operand.data_ptr() < end:  # one buffer holds both
+            return tuple(x.clone() if _meet(bank, x) else x for x in operands)
+    return operands
+
+
+def _meet(first: Tensor, second: Tensor) -> bool:
+    """Whether the addresses from the first to the last element of two tensors meet."""
+    (begin, end), (other_begin, other_end) = _span(first), _span(second)
+    return begin < other_end and other_begin < end
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    begin = x.data_ptr()
+    return begin, begin + (elements * x.element_size() if x.numel() else 0)
+
+
+def check_tracked(memory: Tensor) -> None:
+    """RuntimeError for a bank of inference mode: that it changed before a backward would not be seen."""
+    if memory.is_inference():
+        raise RuntimeError(
+            "memory: an inference tensor cannot be advanced in place by a call that needs a backward, since "
+            "PyTorch does not track its changes; clone() it outside of inference mode, or use "
+            "return_final_bank=True"
+        )
 
 
 class InplaceCall:

@@ -7,11 +7,10 @@ from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from sdm_rt import env
 from sdm_rt.ops import checks
+from sdm_rt.ops.inplace_call import apart, check_tracked
 from sdm_rt.ops.library import is_traced
 from sdm_rt.ops.write_read_autograd import write_read_in_place, write_read_with_final_bank
 from sdm_rt.ops.write_read_call import WriteReadCall, check_values, needs_backward
@@ -23,7 +22,6 @@ from sdm_rt.runtime.interop import is_foreign, producer_stream, to_caller, to_te
 
 __all__ = ["sdm_write_read"]
 
-_PLAIN = (Tensor, Parameter)
 MOST_CHECKED = 1024  # calls that are remembered; lengths that differ at every step must not fill the memory
 
 
@@ -133,21 +131,6 @@ def _known_call(
             _checked.clear()
         _checked[key] = call
     return call
-
-
-def _check_plain(tensors: dict[str, Tensor]) -> None:
-    """Refuse tensors whose values are not at their own address: kernels would not find them."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        raise RuntimeError(
-            "sdm_write_read: torch.func transforms (vmap, grad and others) are not supported; batch by "
-            "streams (num_parallel) and differentiate with torch.autograd"
-        )
-    for name, tensor in tensors.items():
-        if type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor):
-            raise TypeError(
-                f"{name}: expected a plain tensor, got {type(tensor).__name__}; pass what this process holds "
-                f"of it (a DTensor's to_local())"
-            )
 
 
 @overload
@@ -316,9 +299,10 @@ def sdm_write_read(
         On a GPU, RuntimeErrors: a kernel's source does not compile, or it would have to be compiled under
         ``SDM_RT_JIT=0``.
     RuntimeError
-        Inside a transform of ``torch.func``. On a GPU: a compute capability below 8.0, or a first call of its
-        kind inside a CUDA graph capture, where no kernel can be compiled or loaded. From a backward: the bank
-        of an in-place call was changed in between, or ran backward before.
+        Inside a transform of ``torch.func``, for a tensor with a forward-mode tangent, or for an inference
+        tensor as the bank of an in-place call that needs a backward. On a GPU: a compute capability below
+        8.0, or a first call of its kind inside a CUDA graph capture, where no kernel can be compiled or
+        loaded. From a backward: the bank of an in-place call was changed in between, or ran backward before.
 
     Notes
     -----
@@ -360,10 +344,15 @@ def sdm_write_read(
         return traced_write_read(
             memory, checks.flat_tokens(tensors), call, streams, checked, return_final_bank
         )
-    _check_plain(given)
+    if not checks.are_plain(given.values()):
+        checks.check_plain("sdm_write_read", given)
+    if not return_final_bank:
+        tensors = dict(zip(tensors, apart(memory, tuple(tensors.values())), strict=True))
     if checked and memory.is_cuda:
         check_values(call, checks.flat_tokens(tensors), streams)
     if needs_backward(memory, tensors):
+        if not return_final_bank:
+            check_tracked(memory)
         run = write_read_with_final_bank if return_final_bank else write_read_in_place
         return run(memory, tensors, call, streams)
     bank = memory.clone(memory_format=torch.contiguous_format) if return_final_bank else memory

@@ -32,7 +32,7 @@ class _WriteRead(torch.autograd.Function):
         tensors = tuple(x if x.dim() < 3 or x.is_contiguous() else x.flatten(0, 1) for x in tensors)
         tokens, streams = tensors[: len(TOKEN_TENSORS)], tensors[len(TOKEN_TENSORS) :]
         bank = memory.detach()
-        version = 0 if functional or bank.is_inference() else bank._version
+        version = 0 if functional else bank._version
         if functional:
             bank = bank.clone(memory_format=torch.contiguous_format)
         readings, saved = path.training_forward(

@@ -92,6 +92,10 @@ def _fully_sharded(rank: int) -> dict[str, Any]:
     assert isinstance(layer, SparseDeltaMemory)
     found["sharded rows"] = layer.memory.to_local().shape[0]
     x = torch.randn(2, 7, 12, dtype=torch.float64)
+    try:
+        layer.create_kv_cache(2, 7, torch.float64)
+    except RuntimeError as error:
+        found["state"] = str(error)
     with torch.no_grad():
         out, state = layer(x)
         try:

@@ -63,6 +63,8 @@ SHAPES = [
         "q_idx...expected...[2, 4,...got [2, 3, 2]",
         q_idx=lambda x: x[:, 1:],
     ),
+    bad("read slots of rank 0", ValueError, "q_idx...expected...got []", q_idx=torch.tensor(1)),
+    bad("read slots of rank 1", ValueError, "q_idx...expected...got [16]", q_idx=lambda x: x.flatten()),
     bad("reads of one stream", ValueError, "q_idx...expected...got [1, 4, 2]", q_idx=lambda x: x[:1]),
     bad("a weight too many", ValueError, "k_val...expected...3...got [...4]", k_val=torch.zeros(P, T, 4)),
     bad(

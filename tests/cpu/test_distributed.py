@@ -55,6 +55,7 @@ def test_fully_sharded_layers_hold_half_the_learned_bank(found: dict[str, Any]) 
 def test_states_of_fully_sharded_layers(found: dict[str, Any]) -> None:
     """A state made by a forward cannot be reset: its initial bank went with the reshard. Others can."""
     assert "FSDP2 has resharded" in found["fully sharded"]["reset"]
+    assert "initial_memory=layer.memory.full_tensor()" in found["fully sharded"]["state"]
     assert found["fully sharded"]["continued"]
     assert found["fully sharded"]["reset again"]
 

@@ -11,7 +11,7 @@ from sdm_rt import l2_normalize, last_dispatch
 from sdm_rt.layer import layer as layer_module
 from tests import oracle
 from tests.layer_reference import layer_reference, make_layer
-from tests.tolerances import SNAPSHOT_GRADIENT, TOLERANCES, Tolerance, assert_close
+from tests.tolerances import SNAPSHOT_GRADIENT, TOLERANCES, Tolerance, assert_close, assert_same_bits
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -247,3 +247,16 @@ def test_l2_normalize(dtype):
         assert_close("l2_normalize", out, expected, dtype)
     assert (l2_normalize(x)[0, 0] == 0).all()
     assert (l2_normalize(torch.full((2,), 3.0), eps=6.0) == 0.5).all()
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_projections_may_be_any_modules(learned):
+    """As wrappers of low rank or of quantized weights are: modules without a weight of their own."""
+    layer, x = make_layer(torch.float32, backprop_on_memory=learned), torch.randn(2, 3, 12)
+    want = layer(x)[0]
+    for name in ("Wq_read", "Wk_write", "Wv_write", "a_proj", "b_proj", "Wo"):
+        setattr(layer, name, torch.nn.Sequential(getattr(layer, name)))
+    assert_same_bits("output", layer(x)[0], want)
+    with torch.no_grad():
+        got = layer(x, cache=layer.create_kv_cache(2, 3, torch.float32))[0]
+    assert_same_bits("output with a cache", got, want)

@@ -40,6 +40,18 @@ from tests.layer_reference import make_layer
             "x: expected shape [B*T, dim] with T = 4, the rows of freqs_cis, got [6, 12]",
         ),
         (
+            torch.zeros(6, 12),
+            {"freqs_cis": 3},
+            TypeError,
+            "freqs_cis: expected a torch.Tensor of T rows beside x of rank 2, got int",
+        ),
+        (
+            torch.zeros(6, 12),
+            {"freqs_cis": torch.tensor(3)},
+            TypeError,
+            "freqs_cis: expected a torch.Tensor of T rows beside x of rank 2, got Tensor of rank 0",
+        ),
+        (
             torch.zeros(2, 3, 12),
             {"lengths": torch.tensor([1])},
             ValueError,
@@ -122,4 +134,21 @@ def test_a_cache_of_another_batch_is_refused():
     message = r"cache: expected a bank \[B\*H\*S, D\] = \[100, 6\] for B = 2, got \[150, 6\]"
     with pytest.raises(ValueError, match=message):
         layer(torch.zeros(2, 1, 12), cache=cache)
+    assert cache.cache_len == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "got"),
+    [([1.0], "list"), (torch.zeros(50, 6, dtype=torch.complex64), "torch.complex64")],
+)
+def test_an_initial_memory_that_is_no_bank(given, got):
+    message = f"initial_memory: expected a torch.Tensor of real numbers, got {got}"
+    with pytest.raises(TypeError, match=message):
+        make_layer(torch.float32).create_kv_cache(1, 1, torch.float32, initial_memory=given)
+
+
+def test_a_state_takes_tensors_alone():
+    cache = make_layer(torch.float32).create_kv_cache(1, 1, torch.float32)
+    with pytest.raises(TypeError, match=r"new_memory: expected a torch\.Tensor, got NoneType"):
+        cache.update_(None)
     assert cache.cache_len == 0

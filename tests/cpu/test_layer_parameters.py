@@ -128,6 +128,31 @@ def test_init_weights_scales():
     ):
         with pytest.raises(ValueError, match=f"{name}: expected a positive number, got"):
             layer.init_weights(**arguments)
+    with pytest.raises(TypeError, match="factor: expected a number, got str"):
+        layer.init_weights(factor="4")
+
+
+def test_init_weights_fills_every_parameter_and_buffer():
+    args = SparseDeltaMemoryArgs(**SHAPE, query_batchnorm=True, normalize_readings=True, read_act="PReLU")
+    with torch.device("meta"):
+        layer = SparseDeltaMemory(args, 0)
+    layer.to_empty(device="cpu")
+    with torch.no_grad():
+        for value in layer.state_dict().values():
+            value.fill_(float("nan") if value.is_floating_point() else 7)
+    layer.init_weights()
+    assert layer.read_act.weight.tolist() == [0.25]
+    for name, value in layer.state_dict().items():
+        assert torch.isfinite(value).all(), name
+        assert not (name.endswith("num_batches_tracked") and value), name
+
+
+def test_a_layer_keeps_arguments_of_its_own():
+    args = SparseDeltaMemoryArgs(**SHAPE)
+    layer = SparseDeltaMemory(args, 0)
+    args.dim, args.key_weighted_decay = 24, True
+    assert layer(torch.zeros(1, 3, 12))[0].shape == (1, 3, 12)
+    assert layer.args == SparseDeltaMemoryArgs(**SHAPE)
 
 
 def test_the_same_seed_gives_the_same_layer():

@@ -305,11 +305,19 @@ def decode(call: Callable[..., Any], layer: SparseDeltaMemory, x: Tensor) -> dic
     return {"output": torch.cat(pieces, 1), "bank": state.memory}
 
 
-def test_compiled_decode_has_the_bits_of_the_eager_one() -> None:
-    layer = make_layer(torch.float32)
+@pytest.mark.parametrize("num_reads", [4, 5])  # 5: as many as writes, which one selection serves
+def test_compiled_decode_has_the_bits_of_the_eager_one(num_reads: int) -> None:
+    layer = make_layer(torch.float32, num_reads=num_reads)
     x = torch.randn(2, 7, 12)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     assert_same(decode(compiled, layer, x), decode(layer, layer, x))
+
+
+def test_a_compiled_layer_takes_a_mask() -> None:
+    layer, x = make_layer(torch.float32), torch.randn(2, 3, 12)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert_same_bits("output", compiled(x, None, torch.ones(3, 3))[0], layer(x)[0])
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from sdm_rt import sdm_write_read
+from sdm_rt import sdm_decode_step, sdm_write_read
 from tests.problems import GRADIENTS, Problem, Result, make_problem, run_op
 from tests.tolerances import assert_same_bits
 
@@ -52,6 +53,39 @@ def test_an_inference_mode_call_still_counts_as_a_change_of_the_bank() -> None:
         sdm_write_read(bank, **problem.inputs(), **problem.options())
     with pytest.raises(RuntimeError, match="changed between"):
         readings.sum().backward()
+
+
+def test_a_bank_of_inference_mode_and_a_backward() -> None:
+    """PyTorch does not track changes of inference tensors, so a backward could not tell that they changed."""
+    problem = make_problem(2, 7, 3, 4, 5, 8)
+    want = _gradients(problem, True, "none")
+    with torch.inference_mode():
+        bank = problem.memory.clone()
+    leaf = problem.v.clone().requires_grad_()
+    arguments = problem.inputs() | {"v": leaf}
+    with pytest.raises(RuntimeError, match="memory: an inference tensor cannot be advanced in place"):
+        sdm_write_read(bank, **arguments, **problem.options())
+    assert_same_bits("the caller's bank", bank, problem.memory)
+    out = sdm_write_read(bank, **arguments, **problem.options(), return_final_bank=True)
+    torch.autograd.backward(out, (problem.grad_readings.flatten(0, 1), problem.grad_bank))
+    assert_same_bits("gradient of v", leaf.grad, want["v"])
+    with torch.no_grad():
+        sdm_write_read(bank, **arguments, **problem.options())
+    assert_same_bits("the advanced bank", bank, out[1])
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+@pytest.mark.parametrize("op", [sdm_write_read, sdm_decode_step])
+def test_forward_mode_derivatives_are_refused(op: Callable[..., Any], name: str) -> None:
+    problem = make_problem(2, 1, 3, 4, 5, 8)
+    arguments = {"memory": problem.memory.clone(), **problem.inputs()}
+    options = problem.options() if op is sdm_write_read else {}
+    with forward_ad.dual_level():
+        op(**arguments | {"memory": problem.memory.clone()}, **options)  # no tangent, no error
+        arguments[name] = forward_ad.make_dual(arguments[name], torch.ones_like(arguments[name]))
+        with pytest.raises(RuntimeError, match=f"{name}: has a tangent, and {op.__name__} has no forward"):
+            op(**arguments, **options)
+    assert_same_bits("the bank", arguments["memory"], problem.memory)
 
 
 # Case 24.
@@ -206,6 +240,14 @@ def test_functional_transforms_are_refused(transform: Callable[..., Any]) -> Non
     argument = problem.memory.expand(2, -1, -1) if transform is torch.vmap else problem.memory
     with pytest.raises(RuntimeError, match=r"torch\.func transforms"):
         transform(call)(argument)
+
+
+def test_functional_transforms_of_decode_are_refused() -> None:
+    problem = make_problem(1, 1, 2, 2, 3, 4)
+    banks = problem.memory.expand(2, -1, -1).clone()
+    with pytest.raises(RuntimeError, match=r"sdm_decode_step: torch\.func transforms"):
+        torch.vmap(lambda bank: sdm_decode_step(bank, **problem.inputs()))(banks)
+    assert_same_bits("banks", banks, problem.memory.expand(2, -1, -1))
 
 
 @pytest.mark.parametrize("name", ["memory", "k_idx", "v", "lengths"])

@@ -66,7 +66,7 @@ SNAPSHOT_GRADIENT: dict[str, Tolerance] = {
         3e-2, 1.2e-38, "e4m3 keeps 3 bits below the leading one: unit roundoff 6.3e-2, rms 2.5e-2."
     ),
     "int4": Tolerance(
-        1.3e-1, 1.2e-38, "15 levels over the range of a row: rms 1.2e-1 for normal rows of 64 columns."
+        1.3e-1, 1.2e-38, "16 levels over the range of a row: rms 1.2e-1 for normal rows of 64 columns."
     ),
 }
 

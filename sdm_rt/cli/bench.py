@@ -66,6 +66,14 @@ PHASES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
 }
 
 
+# Options that change what is measured, and the phases that they are of.
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "case": ("forward", "training", "accuracy"),
+    "schedule": ("forward", "training", "accuracy"),
+    "no_start": ("decode",),
+}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options to ``parser``."""
     parser.add_argument("--phase", choices=tuple(PHASES), required=True, help="what to measure")
@@ -80,6 +88,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print a table and return the exit status."""
+    for option, phases in OPTIONS.items():
+        if getattr(arguments, option) and arguments.phase not in phases:
+            flag = option.replace("_", "-")
+            print(
+                f"sdm-rt bench: --{flag} is of {', '.join(phases)}, not of {arguments.phase}", file=sys.stderr
+            )
+            return 1
     if not torch.cuda.is_available():
         print("sdm-rt bench: PyTorch finds no CUDA GPU; `sdm-rt doctor` says more", file=sys.stderr)
         return 1

@@ -14,14 +14,18 @@ __all__ = ["add_arguments", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options to ``parser``."""
     parser.add_argument("action", nargs="?", choices=("list", "clear"), default="list")
-    parser.add_argument("--json", action="store_true", help="print the list as JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """List or clear the cache; return the exit status."""
     folder = cache.cache_folder()
     if arguments.action == "clear":
-        print(f"{folder}: {cache.clear() / 1024:.0f} KiB freed")
+        freed = cache.clear()
+        if arguments.json:
+            print(json.dumps({"folder": str(folder), "freed_bytes": freed}, indent=1))
+        else:
+            print(f"{folder}: {freed / 1024:.0f} KiB freed")
         return 0
     found = cache.entries(folder / cache.MANIFEST)
     if arguments.json:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import io
+import shlex
 import sys
 from pathlib import Path
 
@@ -85,7 +86,8 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             return 0 if perform(request) else WRONG_RESULT
         except StoppedError:
-            print(f"\nstopped   checkpoint saved; continue with: sdm-rt demo --resume --out {arguments.out}")
+            folder = shlex.quote(str(arguments.out))
+            print(f"\nstopped   checkpoint saved; continue with: sdm-rt demo --resume --out {folder}")
             return INTERRUPTED
     except (DemoError, OSError) as error:
         print(f"sdm-rt demo: {error}", file=sys.stderr)

@@ -18,6 +18,7 @@ from sdm_rt.plan.step_plan import StepPlan
 __all__ = ["add_arguments", "run"]
 
 PASSES = ("forward", "backward", "decode")
+TOKENS, CHUNK, SLOTS = 4096, 64, 65536  # of which a decode, one token a stream, knows nothing
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,12 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what to plan; may be repeated (default: forward and backward)",
     )
     parser.add_argument("--streams", type=int, default=1, metavar="P", help="batch x heads (default 1)")
-    parser.add_argument("--tokens", type=int, default=4096, metavar="T", help="of a stream (default 4096)")
-    parser.add_argument("--chunk", type=int, default=64, metavar="C", help="tokens of a chunk (default 64)")
+    parser.add_argument("--tokens", type=int, metavar="T", help=f"of a stream (default {TOKENS})")
+    parser.add_argument("--chunk", type=int, metavar="C", help=f"tokens of a chunk (default {CHUNK})")
     parser.add_argument("--writes", type=int, default=64, metavar="W", help="of a token (default 64)")
     parser.add_argument("--reads", type=int, default=64, metavar="R", help="of a token (default 64)")
     parser.add_argument("--head-dim", type=int, default=1024, metavar="D", help="bank columns (default 1024)")
-    parser.add_argument("--slots", type=int, default=65536, metavar="S", help="rows a stream (default 65536)")
+    parser.add_argument("--slots", type=int, metavar="S", help=f"rows a stream (default {SLOTS})")
     parser.add_argument("--dtype", choices=BANK_DTYPES, default="bfloat16", help="of the bank")
     parser.add_argument("--index-dtype", choices=INDEX_DTYPES, default="int64")
     parser.add_argument("--snapshot", choices=SNAPSHOTS, default="none", help="snapshot_quant (default none)")
@@ -68,12 +69,12 @@ def _plan(name: str, arguments: argparse.Namespace, device: DeviceModel) -> Step
         )
     shape = WriteReadShape(
         streams=arguments.streams,
-        tokens=arguments.tokens,
-        chunk=arguments.chunk,
+        tokens=TOKENS if arguments.tokens is None else arguments.tokens,
+        chunk=CHUNK if arguments.chunk is None else arguments.chunk,
         writes=arguments.writes,
         reads=arguments.reads,
         head_dim=arguments.head_dim,
-        slots=arguments.slots,
+        slots=SLOTS if arguments.slots is None else arguments.slots,
         bank_dtype=arguments.dtype,
         gradient_bank_dtype="float32" if arguments.grad_bank_fp32 else arguments.dtype,
         index_dtype=arguments.index_dtype,
@@ -98,8 +99,20 @@ def _check_options(arguments: argparse.Namespace, passes: list[str]) -> None:
         raise ValueError("--reference is a schedule of the backward")
     if arguments.reference and arguments.schedule:
         raise ValueError("--reference is a schedule of its own and takes no --schedule")
-    if arguments.schedule and passes == ["decode"]:
-        raise ValueError("a decode is one launch and takes no --schedule")
+    if arguments.grad_bank_fp32 and "backward" not in passes:
+        raise ValueError("--grad-bank-fp32 is of the backward")
+    if set(passes) == {"decode"}:
+        given = {
+            "--schedule": arguments.schedule,
+            "--tokens": arguments.tokens,
+            "--chunk": arguments.chunk,
+            "--slots": arguments.slots,
+            "--snapshot": None if arguments.snapshot == "none" else arguments.snapshot,
+            "--no-grad": arguments.no_grad or None,
+        }
+        for option, value in given.items():
+            if value is not None:
+                raise ValueError(f"a decode is one launch of one token a stream and takes no {option}")
 
 
 def run(arguments: argparse.Namespace) -> int:

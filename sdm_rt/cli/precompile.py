@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-from math import isqrt
+from math import isqrt, prod
 from pathlib import Path
+from typing import NamedTuple
 
-from sdm_rt.errors import MissingDependencyError
+from sdm_rt.errors import KernelCompileError, MissingDependencyError
 from sdm_rt.plan.backward import (
     du_update_kernel,
     gds_kernel,
@@ -61,8 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         required=True,
         type=_shape,
-        help="W=64,R=64,D=1024[,C=64][,S=65536][,dtype=bfloat16]: slots a token writes and reads, head_dim, "
-        "chunk size, slots of a stream, bank dtype; may be repeated. Streams and lengths need no kernel of "
+        help="W=64,R=64,D=1024[,C=64][,S=65536][,dtype=bfloat16][,factors=256x256]: slots a token writes and "
+        "reads, head_dim, chunk size, slots of a stream, bank dtype, widths of the product-key factors "
+        "(default: two of the square root of S); may be repeated. Streams and lengths need no kernel of "
         "their own.",
     )
     parser.add_argument(
@@ -81,17 +84,37 @@ def _capability(target: str) -> tuple[int, int]:
     return number // 10, number % 10
 
 
-def _shape(text: str) -> WriteReadShape:
+class CallShape(NamedTuple):
+    """What ``--shape`` names: the shape of calls, and the factors that its slots are selected by, if any."""
+
+    call: WriteReadShape
+    factors: tuple[int, ...]
+
+
+def _shape(text: str) -> CallShape:
     words = dict(word.split("=", 1) for word in text.replace(" ", "").split(",") if "=" in word)
+    factors = words.pop("factors", None)
     dtype = words.pop("dtype", BANK_DTYPES[0])
     words = {"C": "64", "S": "65536"} | words
     if set(words) != {"W", "R", "D", "C", "S"} or not all(value.isdecimal() for value in words.values()):
-        raise argparse.ArgumentTypeError(f"expected W=..,R=..,D=..[,C=..][,S=..][,dtype=..], got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"expected W=..,R=..,D=..[,C=..][,S=..][,dtype=..][,factors=..x..], got {text!r}"
+        )
     W, R, D, C, S = (int(words[name]) for name in "WRDCS")
     try:
-        return WriteReadShape(1, 1, C, W, R, D, S, bank_dtype=dtype)
+        return CallShape(WriteReadShape(1, 1, C, W, R, D, S, bank_dtype=dtype), _factors(factors, S))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _factors(text: str | None, slots: int) -> tuple[int, ...]:
+    """Return the factors named, or two of the square root of ``slots``; none where it has none."""
+    if text is None:
+        root = isqrt(slots)
+        return (root, root) if root * root == slots else ()
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text) or prod(map(int, text.split("x"))) != slots:
+        raise ValueError(f"factors: expected widths with the product S = {slots}, as 16x16, got {text!r}")
+    return tuple(map(int, text.split("x")))
 
 
 def _model(target: str) -> DeviceModel:
@@ -138,13 +161,13 @@ def _backward_specs(shape: WriteReadShape, device: DeviceModel) -> Iterator[Kern
     yield phase1_backward_gates_kernel(shape)
 
 
-def kernels_of(shape: WriteReadShape, target: str) -> Iterator[KernelSpec]:
+def kernels_of(of: CallShape, target: str) -> Iterator[KernelSpec]:
     """Yield the kernels of decode, forward, backward and top-k that a shape needs on a target.
 
     For banks that are aligned and that are not, indices of both widths, every snapshot, few streams and many;
-    top-k for two factors of the square root of S, where it has one.
+    top-k of product keys of these factors, where there are any.
     """
-    device = _model(target)
+    device, (shape, factors) = _model(target), of
     for aligned in (True, False):
         token = DecodeShape(1, shape.writes, shape.reads, shape.head_dim, shape.bank_dtype, aligned=aligned)
         yield decode_kernel(token, device.pdl)
@@ -152,22 +175,27 @@ def kernels_of(shape: WriteReadShape, target: str) -> Iterator[KernelSpec]:
         for index in INDEX_DTYPES:
             yield from _forward_specs(replace(shape, index_dtype=index, alignment=alignment), device)
         yield from _backward_specs(replace(shape, alignment=alignment), device)
-    root = isqrt(shape.slots)
-    if root * root == shape.slots:
+    if factors:
         for selected in (shape.writes, shape.reads):
-            yield topk_kernel(TopkShape(1, (root, root), selected, shape.bank_dtype))
+            yield topk_kernel(TopkShape(1, factors, selected, shape.bank_dtype))
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Fill the folder; return the exit status."""
+    for shape, factors in arguments.shape:
+        if not factors:
+            print(
+                f"no top-k for S={shape.slots}, which is no square: name the widths of the product-key "
+                f"factors that a layer has, factors=..x.."
+            )
     try:
         for target in dict.fromkeys(arguments.arch):
-            specs = [spec for shape in arguments.shape for spec in kernels_of(shape, target)]
+            specs = [spec for one in arguments.shape for spec in kernels_of(one, target)]
             for spec, _, path, built in precompile(dict.fromkeys(specs), [target], arguments.output):
                 done = "compiled" if built else "present "
                 print(f"{done} {target} {spec.file} {' '.join(spec.options)} {path.name}")
-    except MissingDependencyError as error:
-        print(error)
+    except (MissingDependencyError, KernelCompileError, OSError) as error:
+        print(f"sdm-rt precompile: {error}", file=sys.stderr)
         return 1
     print(f"Use it with SDM_RT_PRECOMPILED={arguments.output.resolve()}")
     return 0

@@ -72,9 +72,10 @@ def load_corpus(path: Path | None, least: int, most: int = 0) -> Corpus:
         No such path, no text in it, or less than ``least`` bytes on either side of the split.
     """
     if path is None:
-        files = _up_to(standard_library_files(), most or STANDARD_LIBRARY_BYTES)
+        sources = standard_library_files()
+        files = _up_to(sources, most or STANDARD_LIBRARY_BYTES)
         origin = "Python standard library"
-        if not files:
+        if not sources:
             raise DemoError(
                 "no .py sources of the Python standard library on this machine: name a text with --text"
             )
@@ -82,7 +83,8 @@ def load_corpus(path: Path | None, least: int, most: int = 0) -> Corpus:
         files = read_files(path, (found for found in path.rglob("*") if found.is_file()), most)
         origin = str(path)
         if not files:
-            raise DemoError(f"no UTF-8 text file in {path}")
+            within = f" that {most:,} bytes hold" if most else ""
+            raise DemoError(f"no UTF-8 text file{within} in {path}")
     elif path.is_file():
         content = path.read_bytes()
         files = {path.name: content[:most] if most else content}
@@ -90,8 +92,8 @@ def load_corpus(path: Path | None, least: int, most: int = 0) -> Corpus:
     else:
         raise DemoError(f"--text {path}: no such file or folder")
 
-    if len(files) == 1:
-        (content,) = files.values()
+    if len(files) <= 1:
+        content = next(iter(files.values()), b"")
         cut = round(len(content) * (1 - VALIDATION_SHARE))
         train, validation, how = content[:cut], content[cut:], "one file, split by position"
     else:
@@ -101,7 +103,8 @@ def load_corpus(path: Path | None, least: int, most: int = 0) -> Corpus:
     if min(len(train), len(validation)) < least:
         raise DemoError(
             f"the text of {origin} is too short: {len(train):,} bytes to train and {len(validation):,} to "
-            f"validate, at least {least:,} of each are needed; name a longer --text or a shorter --seq-len"
+            f"validate, at least {least:,} of each are needed; name a longer --text"
+            f"{', more --text-bytes' if most else ''} or a shorter --seq-len"
         )
     description = f"{origin}: {len(train):,} + {len(validation):,} bytes, {how}"
     return Corpus(

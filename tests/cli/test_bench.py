@@ -74,6 +74,22 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     assert printed.err == "sdm-rt bench: PyTorch finds no CUDA GPU; `sdm-rt doctor` says more\n"
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--phase layer --case small", "--case is of forward, training, accuracy, not of layer"),
+        ("--phase decode --schedule stepwise", "--schedule is of forward, training, accuracy, not of decode"),
+        ("--phase start --no-start", "--no-start is of decode, not of start"),
+    ],
+)
+def test_options_of_other_phases_are_refused(
+    options: str, message: str, gpu: list[argparse.Namespace], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *options.split()]) == 1
+    assert capsys.readouterr().err == f"sdm-rt bench: {message}\n"
+    assert gpu == []
+
+
 def test_a_record_says_what_ran(gpu: list[argparse.Namespace], tmp_path: Path) -> None:
     path = tmp_path / "new" / "h200-start.json"
     assert main(["bench", "--phase", "start", "--json", str(path)]) == 0

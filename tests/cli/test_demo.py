@@ -161,6 +161,13 @@ class TestText:
         with pytest.raises(DemoError, match=r"no UTF-8 text file in .*empty"):
             load_corpus(tmp_path / "empty", 64)
 
+    def test_too_few_bytes_asked_for(self, tmp_path: Path) -> None:
+        with pytest.raises(DemoError, match=r"Python standard library is too short: 0 .* more --text-bytes"):
+            load_corpus(None, 64, 10)
+        (tmp_path / "text").write_text("text")
+        with pytest.raises(DemoError, match="no UTF-8 text file that 3 bytes hold in"):
+            load_corpus(tmp_path, 64, 3)
+
 
 class TestModel:
     def test_no_byte_sees_a_later_one(self) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from sdm_rt.cli import doctor, machine, main
 from sdm_rt.cli import precompile as precompile_command
-from sdm_rt.cli.precompile import kernels_of
+from sdm_rt.cli.precompile import CallShape, kernels_of
 from sdm_rt.plan.backward import plan_backward
 from sdm_rt.plan.decode import decode_kernel
 from sdm_rt.plan.device import PRESETS, DeviceModel, preset
@@ -31,7 +31,7 @@ from sdm_rt.runtime.sources import expand, find_kernels
 SHAPE = "W=4,R=4,D=8,S=100,dtype=float32"
 
 
-def one_of_each_file(shape: WriteReadShape, target: str) -> list[KernelSpec]:
+def one_of_each_file(shape: CallShape, target: str) -> list[KernelSpec]:
     """Return a kernel of each file, both of decode's: compiling all of a shape takes minutes."""
     specs = list(kernels_of(shape, target))
     decode = [spec for spec in specs if spec.file == "decode.cu"]
@@ -59,7 +59,7 @@ def test_precompile_makes_what_a_run_looks_for(
     token = DecodeShape(streams=7, writes=4, reads=4, head_dim=8, bank_dtype="float32")
     for target, pdl in (("sm_86", False), ("sm_90", True)):
         decode = [decode_kernel(replace(token, aligned=aligned), pdl) for aligned in (True, False)]
-        for spec in (*decode, *one_of_each_file(shape, target)):
+        for spec in (*decode, *one_of_each_file(CallShape(shape, (10, 10)), target)):
             source = expand(spec, find_kernels())
             assert precompile.find(tmp_path / "out", source, target) is not None, spec
     assert main(words) == 0
@@ -97,7 +97,7 @@ def launches_of(shape: WriteReadShape, device: DeviceModel) -> set[KernelSpec]:
 def test_every_kernel_of_a_call_is_precompiled(device: str, dtype: str, chunk: int, head_dim: int) -> None:
     shape = WriteReadShape(1, 1, chunk, 64, 64, head_dim, 65536, bank_dtype=dtype)
     needed = launches_of(shape, preset(device))
-    made = set(kernels_of(shape, preset(device).arch))
+    made = set(kernels_of(CallShape(shape, (256, 256)), preset(device).arch))
     assert not needed - made
     files = {spec.file for spec in needed}
     assert {"keep_rows.cu", "gwr.cu", "du_update.cu", "phase_a.cu", "gds.cu", "gram_backward.cu"} < files
@@ -115,6 +115,14 @@ def test_every_kernel_of_a_call_is_precompiled(device: str, dtype: str, chunk: i
         (["--arch", "sm_90", "--shape", "W=4,R=4"], r"expected W=..,R=..,D=..[,C=..][,S=..][,dtype=..]"),
         (["--arch", "sm_90", "--shape", "W=4,R=4,D=x"], r"expected W=..,R=..,D=..[,C=..][,S=..][,dtype=..]"),
         (["--arch", "sm_90", "--shape", "W=257,R=4,D=8"], "writes must be in 1..256"),
+        (
+            ["--arch", "sm_90", "--shape", f"{SHAPE},factors=10x11"],
+            "factors: expected widths with the product S",
+        ),
+        (
+            ["--arch", "sm_90", "--shape", f"{SHAPE},factors=ten"],
+            "factors: expected widths with the product S",
+        ),
         (["--arch", "sm_90", "--shape", "W=4,R=4,D=8,dtype=float64"], "bank_dtype must be one of"),
         (["--arch", "sm_90"], "--shape"),
     ],
@@ -122,6 +130,52 @@ def test_every_kernel_of_a_call_is_precompiled(device: str, dtype: str, chunk: i
 def test_precompile_refuses(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["precompile", *words])
+    assert message in capsys.readouterr().err
+
+
+def topk_factors(shape: str) -> set[str]:
+    """Return the factors of the top-k kernels that a shape of the command line is given."""
+    specs = kernels_of(precompile_command._shape(shape), "sm_80")
+    return {dict(spec.defines)["FACTORS"] for spec in specs if spec.file == "topk.cu"}
+
+
+def test_factors_of_product_keys() -> None:
+    assert topk_factors("W=4,R=4,D=8,S=100") == {"10,10"}
+    assert topk_factors("W=4,R=4,D=8,S=120,factors=4x5x6") == {"4,5,6"}
+    assert topk_factors("W=4,R=4,D=8,S=100,factors=100") == {"100"}
+    assert topk_factors("W=4,R=4,D=8,S=120") == set()
+
+
+def test_a_shape_without_factors_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(precompile_command, "kernels_of", lambda shape, target: [])
+    words = ["precompile", "--arch", "sm_90", "--shape", "W=4,R=4,D=8,S=120", "--output", str(tmp_path)]
+    assert main(words) == 0
+    assert "no top-k for S=120, which is no square" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arch", "output", "message"),
+    [
+        ("sm_90", "file", "File exists"),
+        ("sm_999", "out", "decode.cu does not compile for sm_999"),
+    ],
+)
+def test_what_stops_precompile_is_told_without_a_traceback(
+    arch: str,
+    output: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(precompile_command, "kernels_of", lambda *of: one_of_each_file(*of)[:1])
+    (tmp_path / "file").touch()
+    words = ["precompile", "--arch", arch, "--shape", SHAPE, "--output", str(tmp_path / output)]
+    assert main(words) == 1
+    assert capsys.readouterr().err.startswith("sdm-rt precompile: ")
+    assert main(words) == 1
     assert message in capsys.readouterr().err
 
 
@@ -150,6 +204,8 @@ def test_cache_lists_and_clears(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fill(tmp_path / "cache", monkeypatch)
+    parts = [cache.cache_folder() / part for part in (cache.CUBINS, cache.MANIFEST)]
+    freed = sum(path.stat().st_size for part in parts for path in part.iterdir())
     assert main(["cache"]) == 0
     out = capsys.readouterr().out
     for word in (
@@ -163,6 +219,8 @@ def test_cache_lists_and_clears(
     assert main(["cache", "list", "--json"]) == 0
     (shown,) = json.loads(capsys.readouterr().out)
     assert (shown["cubin"], shown["entries"]) == ("abc.cubin", ["decode"])
+    assert main(["cache", "clear", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"folder": str(tmp_path / "cache"), "freed_bytes": freed}
     assert main(["cache", "clear"]) == 0
     assert "KiB freed" in capsys.readouterr().out
     assert main(["cache"]) == 0

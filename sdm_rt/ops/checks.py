@@ -202,8 +202,7 @@ def check_token_tensors(
         if len(tokens[name].shape) != len(leading) + 1:
             symbol = "W" if name == "k_idx" else "R"
             raise ValueError(
-                f"{name}: expected shape [{leading_names}, {symbol}] = {[*leading, symbol]}, "
-                f"got {list(tokens[name].shape)}"
+                f"{name}: expected shape [{leading_names}, {symbol}], got {list(tokens[name].shape)}"
             )
     writes, reads = tokens["k_idx"].shape[-1], tokens["q_idx"].shape[-1]
     for name, count in (("k_idx", writes), ("q_idx", reads)):

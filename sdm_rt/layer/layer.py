@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import numbers
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
@@ -12,7 +13,6 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from sdm_rt.layer.activations import make_activation
 from sdm_rt.layer.args import SparseDeltaMemoryArgs
@@ -88,7 +88,7 @@ class SparseDeltaMemory(nn.Module):
         args.validate()
         if args.dim == -1:
             raise ValueError("dim: expected a value at least 1 to build a layer, got -1 (not set)")
-        self.args = args = copy.copy(args)  # another layer may be built of the same ones, changed
+        self.args = args = copy.deepcopy(args)  # another layer may be built of the same ones, changed
         self.layer_id = layer_id
         self.num_heads = args.num_heads
         self.head_dim = args.head_dim
@@ -165,13 +165,17 @@ class SparseDeltaMemory(nn.Module):
         TypeError
             If one of them is no number.
         """
-        std = self.args.dim**-0.5 if init_std is None else init_std
-        scaling = 1.0 if width_scaling is None else width_scaling
-        for name, value in (("init_std", std), ("factor", factor), ("width_scaling", scaling)):
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
+        given = {
+            "init_std": self.args.dim**-0.5 if init_std is None else init_std,
+            "factor": factor,
+            "width_scaling": 1.0 if width_scaling is None else width_scaling,
+        }
+        for name, value in given.items():
+            if not isinstance(value, (numbers.Real, Tensor)):
                 raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
-            if not (value > 0 and math.isfinite(value)):
+            if not 0 < float(value) < math.inf:
                 raise ValueError(f"{name}: expected a positive number, got {value}")
+        std, factor, scaling = map(float, given.values())
         projections = (
             self.Wq_read,
             self.Wk_write,
@@ -243,7 +247,7 @@ class SparseDeltaMemory(nn.Module):
         rows = self.num_heads * self.slots_per_head
         if initial_memory is not None:
             _check_initial_memory(initial_memory, [(rows, self.head_dim), (bsz * rows, self.head_dim)])
-        elif is_traceable_wrapper_subclass(self.memory):
+        elif hasattr(self.memory, "full_tensor"):
             raise RuntimeError(
                 f"create_kv_cache: the learned initial bank is a {type(self.memory).__name__}; pass "
                 f"initial_memory=layer.memory.full_tensor()"
@@ -305,7 +309,8 @@ class SparseDeltaMemory(nn.Module):
             compiled; see :func:`~sdm_rt.sdm_write_read`.
         RuntimeError
             On a GPU: a compute capability below 8.0, or a first call of its kind inside a CUDA graph capture.
-            Inside a transform of ``torch.func``. From a backward: the bank of the call was changed in
+            Inside a transform of ``torch.func``; a ``cache`` made under ``torch.inference_mode()`` in a call
+            that needs a backward. From a backward: the bank of the call was changed in
             between, or ran backward before.
         """
         if isinstance(mask, Tensor) and not torch.compiler.is_compiling():  # which cannot trace a warning
@@ -336,7 +341,7 @@ class SparseDeltaMemory(nn.Module):
 
         modules = cast(dict[str, Any], self._modules)  # a token has no time for Module.__getattr__
         v = modules["Wv_write"](rows)
-        selected = select_writes_and_reads(rows, layout, self.args, modules)
+        selected = select_writes_and_reads(rows, layout, self.args, self.factors, modules)
         gate_dtype = torch.promote_types(v.dtype, torch.float32)
         beta = torch.sigmoid(modules["b_proj"](rows).to(gate_dtype))  # [N, H]
         g = layout.to_streams(self._log_decay(rows, gate_dtype))

@@ -31,7 +31,11 @@ class SlotSelection(NamedTuple):
 
 
 def select_writes_and_reads(
-    rows: Tensor, layout: TokenLayout, args: SparseDeltaMemoryArgs, modules: Mapping[str, Any]
+    rows: Tensor,
+    layout: TokenLayout,
+    args: SparseDeltaMemoryArgs,
+    factors: tuple[int, ...],
+    modules: Mapping[str, Any],
 ) -> SlotSelection:
     """Project the tokens to keys and queries, select by product keys, and activate the scores.
 
@@ -43,6 +47,8 @@ def select_writes_and_reads(
         Where its tokens lie.
     args : SparseDeltaMemoryArgs
         The layer's arguments.
+    factors : tuple of int
+        Its product-key factors.
     modules : mapping
         The layer's modules by name: ``Wk_write``, ``Wq_read``, ``write_act``, ``read_act``, and ``key_bn``,
         ``query_bn`` where it has them.
@@ -57,15 +63,15 @@ def select_writes_and_reads(
     ):
         # A row selects the same slots in any batch: one selection and one activation for both.
         keys = torch.cat([write_keys(rows), read_keys(rows)])
-        scores, slots = _select(keys, args, args.num_writes)  # [2B, H, W]
+        scores, slots = _select(keys, args.num_heads, factors, args.num_writes)  # [2B, H, W]
         k_val, q_val = layout.to_streams(write_act(scores)).chunk(2)
         k_idx, q_idx = layout.bank_rows(slots, args.slots_per_head).chunk(2)
         k_slots, q_slots = slots.chunk(2) if args.log_memory_access_stats else (slots, slots)
         return SlotSelection(k_idx, k_val, q_idx, q_val, k_slots, q_slots)
     keys = _normalize(modules.get("key_bn"), write_keys(rows), layout)
-    k_score, k_slots = _select(keys, args, args.num_writes)
+    k_score, k_slots = _select(keys, args.num_heads, factors, args.num_writes)
     keys = _normalize(modules.get("query_bn"), read_keys(rows), layout)
-    q_score, q_slots = _select(keys, args, args.num_reads)
+    q_score, q_slots = _select(keys, args.num_heads, factors, args.num_reads)
     return SlotSelection(
         k_idx=layout.bank_rows(k_slots, args.slots_per_head),
         k_val=layout.to_streams(write_act(k_score)),
@@ -76,10 +82,9 @@ def select_writes_and_reads(
     )
 
 
-def _select(keys: Tensor, args: SparseDeltaMemoryArgs, count: int) -> tuple[Tensor, Tensor]:
+def _select(keys: Tensor, heads: int, factors: tuple[int, ...], count: int) -> tuple[Tensor, Tensor]:
     """Return scores and slots [N, H, count] of normalized keys or queries [N, H * sum(n_f)]."""
-    factors = args.factors
-    return select_slots(keys.view(keys.shape[0], args.num_heads, sum(factors)), factors, count)
+    return select_slots(keys.view(keys.shape[0], heads, sum(factors)), factors, count)
 
 
 def _normalize(norm: nn.Module | None, keys: Tensor, layout: TokenLayout) -> Tensor:

@@ -30,6 +30,7 @@ __all__ = [
     "check_choice",
     "check_index_range",
     "check_int",
+    "check_no_derivatives",
     "check_no_gradient",
     "check_one_device",
     "check_plain",
@@ -100,17 +101,24 @@ def are_plain(tensors: Iterable[Tensor]) -> bool:
 
 def check_plain(op: str, tensors: Mapping[str, Tensor]) -> None:
     """Refuse tensors whose values are not at their own address, and tangents: kernels would not see them."""
-    if _transforms() is not None:
-        raise RuntimeError(
-            f"{op}: torch.func transforms (vmap, grad and others) are not supported; batch by streams and "
-            f"differentiate with torch.autograd"
-        )
+    check_no_derivatives(op, tensors)
     for name, tensor in tensors.items():
         if type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor):
             raise TypeError(
                 f"{name}: expected a plain tensor, got {type(tensor).__name__}; pass what this process holds "
                 f"of it (a DTensor's to_local())"
             )
+
+
+def check_no_derivatives(op: str, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse transforms of ``torch.func`` and forward-mode tangents; a compile does not show them."""
+    if torch.compiler.is_compiling():
+        return
+    if _transforms() is not None:
+        raise RuntimeError(
+            f"{op}: torch.func transforms (vmap, grad and others) are not supported; batch by streams and "
+            f"differentiate with torch.autograd"
+        )
     if forward_ad._current_level >= 0:
         for name, tensor in tensors.items():
             if forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]

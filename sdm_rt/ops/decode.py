@@ -14,6 +14,7 @@ from sdm_rt.ops.checks import (
     are_plain,
     check_bank,
     check_index_range,
+    check_no_derivatives,
     check_one_device,
     check_plain,
     check_stream_lengths,
@@ -24,7 +25,6 @@ from sdm_rt.ops.checks import (
 )
 from sdm_rt.ops.counters import count_repeats, record_dispatch
 from sdm_rt.ops.decode_launch import decode_on_gpu
-from sdm_rt.ops.inplace_call import apart
 from sdm_rt.ops.library import define, is_traced
 from sdm_rt.runtime.interop import empty_like_caller, is_cupy, producer_stream, to_tensor
 
@@ -103,12 +103,15 @@ def _decode(
                     f"or call it under torch.no_grad()"
                 )
     if is_traced(memory):
+        check_no_derivatives(
+            "sdm_decode_step", dict(zip(("memory", *NAMES), (memory, *operands), strict=True))
+        )
         _, flat = _check(memory, operands, lengths, values=False)
         out: Tensor = torch.ops.sdm_rt.decode_step(memory, *flat.values(), lengths)
         return out
-    if not are_plain((memory, *operands)):
-        check_plain("sdm_decode_step", dict(zip(("memory", *NAMES), (memory, *operands), strict=True)))
-    operands = apart(memory, operands)
+    given = (memory, *operands) if lengths is None else (memory, *operands, lengths)
+    if not are_plain(given):
+        check_plain("sdm_decode_step", dict(zip(("memory", *NAMES, "lengths"), given, strict=False)))
     if memory.is_cuda:
         return _on_gpu(memory, operands, lengths, readings)
     return _recurrence(memory, operands, lengths)

@@ -19,6 +19,7 @@ from torch import Tensor
 from sdm_rt import env
 from sdm_rt.errors import UnsupportedConfigurationError
 from sdm_rt.ops.counters import device_repeats, record_dispatch
+from sdm_rt.ops.inplace_call import any_meets, apart
 from sdm_rt.ops.plan_inputs import BANK_NAMES, device_model
 from sdm_rt.plan.decode import plan_decode
 from sdm_rt.plan.device import DeviceModel
@@ -133,8 +134,11 @@ def decode_on_gpu(
     Tensor
         The readings.
     """
-    k_idx, k_val, v, beta, g, q_idx, q_val = operands
     given = operands if lengths is None else (*operands, lengths)
+    if any_meets(memory, given):
+        given = tuple(apart(memory, x) for x in given)
+        operands, lengths = given[: len(operands)], None if lengths is None else given[-1]
+    k_idx, k_val, v, beta, g, q_idx, q_val = operands
     bank = memory.data_ptr()
     key = (
         memory.shape,

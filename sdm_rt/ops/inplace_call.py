@@ -3,37 +3,43 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import ClassVar
 
 from torch import Tensor
 
-__all__ = ["InplaceCall", "apart", "check_tracked"]
+__all__ = ["InplaceCall", "any_meets", "apart", "check_tracked"]
 
 
-def apart(bank: Tensor, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return the operands of a call that overwrites ``bank``, copied where they lie in the bank's own memory.
+def any_meets(bank: Tensor, operands: Iterable[Tensor]) -> bool:
+    """Whether one of the operands of a call lies in the memory of the bank that the call overwrites.
 
-    A call means the values that its operands have when it begins.
+    Of tensors that share a storage with the bank it is enough that they lie in one buffer: see `apart`.
     """
     storage = bank.untyped_storage()
     begin = storage.data_ptr()
     end = begin + storage.nbytes()
-    for operand in operands:
-        if begin <= operand.data_ptr() < end:  # one buffer holds both
-            return tuple(x.clone() if _meet(bank, x) else x for x in operands)
-    return operands
+    for x in operands:
+        address = x.data_ptr()
+        # In front of the bank's storage one can begin that was made by another library.
+        if address < end and (address >= begin or _span(x)[1] > begin):
+            return True
+    return False
 
 
-def _meet(first: Tensor, second: Tensor) -> bool:
-    """Whether the addresses from the first to the last element of two tensors meet."""
-    (begin, end), (other_begin, other_end) = _span(first), _span(second)
-    return begin < other_end and other_begin < end
+def apart(bank: Tensor, operand: Tensor) -> Tensor:
+    """Return an operand, copied where it meets the bank: a call means its values when the call begins."""
+    (begin, end), (other_begin, other_end) = _span(bank), _span(operand)
+    return operand.clone() if begin < other_end and other_begin < end else operand
 
 
 def _span(x: Tensor) -> tuple[int, int]:
-    elements = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    """Return the addresses of the first element and behind the last one."""
     begin = x.data_ptr()
-    return begin, begin + (elements * x.element_size() if x.numel() else 0)
+    if x.is_contiguous():
+        return begin, begin + x.nbytes
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return begin, begin + elements * x.element_size()
 
 
 def check_tracked(memory: Tensor) -> None:
@@ -41,8 +47,8 @@ def check_tracked(memory: Tensor) -> None:
     if memory.is_inference():
         raise RuntimeError(
             "memory: an inference tensor cannot be advanced in place by a call that needs a backward, since "
-            "PyTorch does not track its changes; clone() it outside of inference mode, or use "
-            "return_final_bank=True"
+            "PyTorch does not track its changes; clone() it outside of inference mode, or call "
+            "sdm_write_read with return_final_bank=True"
         )
 
 

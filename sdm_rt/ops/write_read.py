@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sdm_rt import env
 from sdm_rt.ops import checks
-from sdm_rt.ops.inplace_call import apart, check_tracked
+from sdm_rt.ops.inplace_call import any_meets, apart, check_tracked
 from sdm_rt.ops.library import is_traced
 from sdm_rt.ops.write_read_autograd import write_read_in_place, write_read_with_final_bank
 from sdm_rt.ops.write_read_call import WriteReadCall, check_values, needs_backward
@@ -341,13 +341,15 @@ def sdm_write_read(
     check = _known_call if only_tensors and not traced else _check_call  # symbolic shapes go into no memo
     call = check(memory, tensors, streams, options)
     if traced:
+        checks.check_no_derivatives("sdm_write_read", given)
         return traced_write_read(
             memory, checks.flat_tokens(tensors), call, streams, checked, return_final_bank
         )
     if not checks.are_plain(given.values()):
         checks.check_plain("sdm_write_read", given)
-    if not return_final_bank:
-        tensors = dict(zip(tensors, apart(memory, tuple(tensors.values())), strict=True))
+    if not return_final_bank and any_meets(memory, (*tensors.values(), *streams.values())):
+        tensors = {name: apart(memory, x) for name, x in tensors.items()}
+        streams = {name: apart(memory, x) for name, x in streams.items()}
     if checked and memory.is_cuda:
         check_values(call, checks.flat_tokens(tensors), streams)
     if needs_backward(memory, tensors):

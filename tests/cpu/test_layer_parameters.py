@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 
@@ -130,6 +132,8 @@ def test_init_weights_scales():
             layer.init_weights(**arguments)
     with pytest.raises(TypeError, match="factor: expected a number, got str"):
         layer.init_weights(factor="4")
+    layer.init_weights(np.float32(0.02), Fraction(4), torch.tensor(0.5))
+    assert layer.Wo.weight.std().item() == pytest.approx(0.0025, rel=0.03)
 
 
 def test_init_weights_fills_every_parameter_and_buffer():
@@ -148,11 +152,13 @@ def test_init_weights_fills_every_parameter_and_buffer():
 
 
 def test_a_layer_keeps_arguments_of_its_own():
-    args = SparseDeltaMemoryArgs(**SHAPE)
+    widths = [5, 5]
+    args = SparseDeltaMemoryArgs(**SHAPE, product_key_factor_dims=widths)
     layer = SparseDeltaMemory(args, 0)
     args.dim, args.key_weighted_decay = 24, True
+    widths.append(2)
     assert layer(torch.zeros(1, 3, 12))[0].shape == (1, 3, 12)
-    assert layer.args == SparseDeltaMemoryArgs(**SHAPE)
+    assert layer.args == SparseDeltaMemoryArgs(**SHAPE, product_key_factor_dims=[5, 5])
 
 
 def test_the_same_seed_gives_the_same_layer():

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from sdm_rt import sdm_decode_step, sdm_write_read
-from sdm_rt.ops.inplace_call import apart
+from sdm_rt.ops.inplace_call import any_meets, apart
 from tests.problems import Problem, make_problem
 from tests.tolerances import assert_same_bits
 
@@ -26,9 +28,13 @@ def inside(bank: Tensor, like: Tensor) -> Tensor:
 
 
 def calls(problem: Problem, name: str, device: str = "cpu") -> list[tuple[Tensor, dict[str, Tensor]]]:
-    """Return a bank and operands of which ``name`` lies in it, and the same with a copy of that operand."""
+    """Return a bank and operands of which ``name`` lies in it, and the same with a copy of that operand.
+
+    The first token of the first stream writes the first rows in which it lies.
+    """
     bank = problem.memory.to(device, copy=True)
-    operands = {one: x.to(device) for one, x in problem.inputs().items()}
+    operands = {one: x.to(device, copy=True) for one, x in problem.inputs().items()}
+    operands["k_idx"][0, 0] = torch.arange(1, 4)
     view = inside(bank, operands[name])
     if name == "g":
         view.abs_().neg_()
@@ -73,13 +79,44 @@ def test_calls_and_steps(name: str) -> None:
     assert_equal_decode_steps(name)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_calls_as_operators(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of dispatch modes and of the compiler, which run the implementations of the operators."""
+    monkeypatch.setattr("sdm_rt.cpu.recurrence.SLAB_ELEMENTS", 8)
+    problem = problem_of(40)
+    (_, _), (other, copies) = calls(problem, name)
+    want = sdm_write_read(other, **copies, **problem.options())
+    compiled = torch.compile(sdm_write_read, backend="eager", fullgraph=True)
+    for call, mode in ((sdm_write_read, FlopCounterMode(display=False)), (compiled, nullcontext())):
+        bank, operands = calls(problem, name)[0]
+        with mode:
+            got = call(bank, **operands, **problem.options())
+        assert_same_bits("readings", got, want)
+        assert_same_bits("bank", bank, other)
+
+
+def test_an_array_that_begins_before_the_bank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Views of one NumPy array come as tensors of storages of their own."""
+    monkeypatch.setattr("sdm_rt.cpu.recurrence.SLAB_ELEMENTS", 8)
+    problem = problem_of(40)
+    base = torch.cat([problem.memory[:1], problem.memory]).numpy()
+    bank, v = base[1:], base[:80].reshape(2, 40, -1)
+    other, copy = bank.copy(), v.copy()
+    got = sdm_write_read(bank, **problem.inputs() | {"v": v}, **problem.options())
+    want = sdm_write_read(other, **problem.inputs() | {"v": copy}, **problem.options())
+    assert_same_bits("readings", got, want)
+    assert_same_bits("bank", torch.from_numpy(bank), torch.from_numpy(other))
+
+
 def test_what_does_not_meet_the_bank_is_not_copied() -> None:
     buffer = torch.randn(100)
     bank, before, behind = buffer[20:80].view(10, 6), buffer[8:20], buffer[80:92]
     elsewhere = torch.randn(12)
-    for given in ((elsewhere, before, behind), (buffer[:0], elsewhere)):
-        assert all(got is x for got, x in zip(apart(bank, given), given, strict=True))
-    first, last = buffer[8:21], buffer[79:92]  # one element of each is the bank's
-    for got, x in zip(apart(bank, (first, last)), (first, last), strict=True):
-        assert got is not x
-        assert_same_bits("copy", got, x)
+    assert not any_meets(bank.clone(), (before, behind, elsewhere))
+    for x in (before, behind, elsewhere):
+        assert apart(bank, x) is x
+    for x in (buffer[8:21], buffer[79:92], buffer[8:30:12]):  # one element of each is the bank's
+        assert any_meets(bank, (elsewhere, x))
+        copy = apart(bank, x)
+        assert copy is not x
+        assert_same_bits("copy", copy, x)

@@ -13,6 +13,7 @@ from torch import Tensor
 from sdm_rt.errors import UnsupportedConfigurationError
 from sdm_rt.ops import decode as front
 from sdm_rt.ops import decode_launch as module
+from sdm_rt.ops.inplace_call import apart
 from sdm_rt.plan.decode import DECODE_ARGUMENTS, decode_kernel
 from sdm_rt.plan.device import preset
 from sdm_rt.plan.shapes import DecodeShape
@@ -219,6 +220,33 @@ def test_the_alignment_of_the_bank_chooses_the_vector(fake: FakeDriver, offset: 
     run({**given, "memory": storage[start : start + P * S * D].view(P * S, D)})
     (ready,) = module._memo.ready.values()
     assert dict(ready.spec.defines)["VECTOR"] == vector
+
+
+def test_operands_in_the_memory_of_the_bank_are_copied(
+    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = []
+
+    def watched(bank: Tensor, operand: Tensor) -> Tensor:
+        copies.append(apart(bank, operand))
+        return copies[-1]
+
+    monkeypatch.setattr(module, "apart", watched)
+    given = call()
+    buffer = torch.zeros(P * S * D + 8 * P, dtype=torch.bfloat16)
+    bank = buffer[: P * S * D].view(P * S, D)
+    lengths = buffer[P * S * D :].view(torch.int64)[:P]  # one buffer holds them and the bank
+    lengths.fill_(1)
+    v = bank[1 : 1 + P]
+    run({**given, "memory": bank, "v": v}, lengths)
+    handed = arguments(fake)
+    assert handed["memory"] == bank.data_ptr()
+    assert handed["v"] == copies[2].data_ptr() != v.data_ptr()
+    assert handed["lengths"] == lengths.data_ptr()
+    for name in ("k_idx", "k_val", "beta", "g", "q_idx", "q_val"):
+        assert handed[name] == given[name].data_ptr()
+    run(given)
+    assert len(copies) == 8
 
 
 def test_the_bank_counts_as_changed(fake: FakeDriver) -> None:

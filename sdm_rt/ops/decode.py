@@ -25,6 +25,7 @@ from sdm_rt.ops.checks import (
 )
 from sdm_rt.ops.counters import count_repeats, record_dispatch
 from sdm_rt.ops.decode_launch import decode_on_gpu
+from sdm_rt.ops.inplace_call import apart
 from sdm_rt.ops.library import define, is_traced
 from sdm_rt.runtime.interop import empty_like_caller, is_cupy, producer_stream, to_tensor
 
@@ -137,8 +138,10 @@ def _decode_foreign(memory: Any, operands: tuple[Any, ...], lengths: Any) -> Any
     """Run on arrays of another library; a CuPy bank gets CuPy readings."""
     with producer_stream(memory):
         bank = to_tensor(memory, "memory")
-        tensors = tuple(to_tensor(array, name) for name, array in zip(NAMES, operands, strict=True))
-        steps = None if lengths is None else to_tensor(lengths, "lengths")
+        tensors = tuple(
+            apart(bank, to_tensor(array, name)) for name, array in zip(NAMES, operands, strict=True)
+        )
+        steps = None if lengths is None else apart(bank, to_tensor(lengths, "lengths"))
         if not is_cupy(memory):
             return _decode(bank, tensors, steps, None)
         shape, _ = _check(bank, tensors, steps, values=False)

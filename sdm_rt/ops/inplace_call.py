@@ -12,19 +12,14 @@ __all__ = ["InplaceCall", "any_meets", "apart", "check_tracked"]
 
 
 def any_meets(bank: Tensor, operands: Iterable[Tensor]) -> bool:
-    """Whether one of the operands of a call lies in the memory of the bank that the call overwrites.
+    """Whether an operand begins in the storage of the bank that the call overwrites: it may meet the bank.
 
-    Of tensors that share a storage with the bank it is enough that they lie in one buffer: see `apart`.
+    Storages of PyTorch's own do not overlap; of arrays of other libraries they may, and `apart` tells.
     """
     storage = bank.untyped_storage()
     begin = storage.data_ptr()
     end = begin + storage.nbytes()
-    for x in operands:
-        address = x.data_ptr()
-        # In front of the bank's storage one can begin that was made by another library.
-        if address < end and (address >= begin or _span(x)[1] > begin):
-            return True
-    return False
+    return any(begin <= x.data_ptr() < end for x in operands)
 
 
 def apart(bank: Tensor, operand: Tensor) -> Tensor:

@@ -367,6 +367,9 @@ def _on_foreign_arrays(arrays: dict[str, Any], **options: Any) -> Any:
     caller = arrays["memory"]
     with producer_stream(caller):
         tensors = {name: to_tensor(array, name) for name, array in arrays.items()}
+        if not options["return_final_bank"]:
+            bank = tensors["memory"]
+            tensors = {name: x if x is bank else apart(bank, x) for name, x in tensors.items()}
         op: Any = sdm_write_read
         result = op(**tensors, **options)
         if isinstance(result, tuple):

@@ -74,6 +74,9 @@ def flag(name: str) -> bool:
 
 
 def path(name: str) -> Path | None:
-    """Return the variable ``name`` as a path, or None where it is unset."""
+    """Return the variable ``name`` as a path, None where it is unset; ``~user`` of nobody is a ValueError."""
     value = _value(name)
-    return Path(value).expanduser() if value else None
+    try:
+        return Path(value).expanduser() if value else None
+    except RuntimeError as error:
+        raise ValueError(f"{name}: {value!r} names no folder: {error}") from None

@@ -27,7 +27,7 @@ from sdm_rt.ops.counters import count_repeats, record_dispatch
 from sdm_rt.ops.decode_launch import decode_on_gpu
 from sdm_rt.ops.inplace_call import apart
 from sdm_rt.ops.library import define, is_traced
-from sdm_rt.runtime.interop import empty_like_caller, is_cupy, producer_stream, to_tensor
+from sdm_rt.runtime.interop import check_writable, empty_like_caller, is_cupy, producer_stream, to_tensor
 
 __all__ = ["sdm_decode_step"]
 
@@ -137,6 +137,7 @@ def _recurrence(memory: Tensor, operands: tuple[Tensor, ...], lengths: Tensor | 
 def _decode_foreign(memory: Any, operands: tuple[Any, ...], lengths: Any) -> Any:
     """Run on arrays of another library; a CuPy bank gets CuPy readings."""
     with producer_stream(memory):
+        check_writable(memory)
         bank = to_tensor(memory, "memory")
         tensors = tuple(
             apart(bank, to_tensor(array, name)) for name, array in zip(NAMES, operands, strict=True)

@@ -18,7 +18,7 @@ from sdm_rt.ops.write_read_operators import traced_write_read
 from sdm_rt.ops.write_read_paths import path_of
 from sdm_rt.plan.column_slices import SCHEDULES
 from sdm_rt.plan.shapes import MAX_CHUNK, SNAPSHOTS
-from sdm_rt.runtime.interop import is_foreign, producer_stream, to_caller, to_tensor
+from sdm_rt.runtime.interop import check_writable, is_foreign, producer_stream, to_caller, to_tensor
 
 __all__ = ["sdm_write_read"]
 
@@ -240,7 +240,8 @@ def sdm_write_read(
     beta : Tensor
         Write strengths, [P, T, 1].
     g : Tensor
-        Log-decays in nats, [P, T, 1] for one a token or [P, T, W] for one a write; -inf erases.
+        Log-decays in nats, [P, T, 1] for one a token or [P, T, W] for one a write; -inf erases. Meant to be
+        at most 0: on a GPU, sums of positive ones within a chunk cost accuracy (docs/math.md).
     chunk_size : int
         C of the chunked form, 1..256. The recurrence of the CPU has no chunks: no effect there.
     num_memory_slots : int
@@ -300,9 +301,10 @@ def sdm_write_read(
         ``SDM_RT_JIT=0``.
     RuntimeError
         Inside a transform of ``torch.func``, for a tensor with a forward-mode tangent, or for an inference
-        tensor as the bank of an in-place call that needs a backward. On a GPU: a compute capability below
-        8.0, or a first call of its kind inside a CUDA graph capture, where no kernel can be compiled or
-        loaded. From a backward: the bank of an in-place call was changed in between, or ran backward before.
+        tensor or another library's array as the bank of an in-place call that needs a backward. On a GPU: a
+        compute capability below 8.0, or a first call of its kind inside a CUDA graph capture, where no kernel
+        can be compiled or loaded. From a backward: the bank of an in-place call was changed in between, or
+        ran backward before.
 
     Notes
     -----
@@ -369,6 +371,13 @@ def _on_foreign_arrays(arrays: dict[str, Any], **options: Any) -> Any:
         tensors = {name: to_tensor(array, name) for name, array in arrays.items()}
         if not options["return_final_bank"]:
             bank = tensors["memory"]
+            check_writable(caller)
+            if bank is not caller and needs_backward(bank, tensors):
+                raise RuntimeError(
+                    f"memory: a {type(caller).__name__} cannot be advanced in place by a call that needs a "
+                    f"backward, since PyTorch does not track its changes; pass a torch.Tensor of it, or "
+                    f"return_final_bank=True"
+                )
             tensors = {name: x if x is bank else apart(bank, x) for name, x in tensors.items()}
         op: Any = sdm_write_read
         result = op(**tensors, **options)

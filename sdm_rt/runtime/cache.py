@@ -158,10 +158,14 @@ def clear() -> int:
     """Remove every compiled kernel of the cache, unfinished files included; return the bytes freed."""
     freed = 0
     for part in (CUBINS, MANIFEST):
-        for path in (cache_folder() / part).iterdir():
-            if path.is_file():
-                freed += path.stat().st_size
-                path.unlink(missing_ok=True)
+        for path in (cache_folder() / part).glob("*"):
+            try:
+                size = path.stat().st_size if path.is_file() else 0
+                if path.is_file():
+                    path.unlink()
+                    freed += size
+            except FileNotFoundError:
+                continue  # another process clears too
     return freed
 
 

@@ -18,6 +18,7 @@ from sdm_rt.errors import MissingDependencyError
 from sdm_rt.runtime.dependencies import load_cupy
 
 __all__ = [
+    "check_writable",
     "current_stream",
     "empty_like_caller",
     "is_cupy",
@@ -26,6 +27,25 @@ __all__ = [
     "to_caller",
     "to_tensor",
 ]
+
+
+# What a producer of DLPack may raise, or PyTorch of what it was given.
+_PRODUCER_ERRORS = (
+    AssertionError,
+    AttributeError,
+    BufferError,
+    KeyError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
+def check_writable(array: Any) -> None:
+    """Refuse a read-only bank: TypeError."""
+    if getattr(getattr(array, "flags", None), "writeable", True) is False:
+        raise TypeError(f"memory: expected a writable array, got a read-only {type(array).__name__}")
 
 
 def is_cupy(array: object) -> bool:
@@ -41,13 +61,15 @@ def is_foreign(array: object) -> bool:
 def to_tensor(array: Any, name: str) -> Tensor:
     """Return a tensor that shares the memory of ``array``.
 
-    The producer makes PyTorch's current stream wait for what it has queued on its own, as DLPack asks. A
-    non-contiguous CuPy array other than the bank is copied by CuPy first.
+    The producer makes PyTorch's current stream wait for what it has queued on its own, as DLPack asks. Its
+    library first copies a non-contiguous CuPy array other than the bank, and any with negative strides.
 
     Raises
     ------
     TypeError
         Naming the argument, for an object without ``__dlpack__`` or with one that PyTorch cannot take.
+    ValueError
+        For a bank with negative strides.
     """
     if isinstance(array, Tensor):
         return array
@@ -58,9 +80,14 @@ def to_tensor(array: Any, name: str) -> Tensor:
         )
     if name != "memory" and is_cupy(array) and not array.flags.c_contiguous:
         array = load_cupy().ascontiguousarray(array)
+    strides = getattr(array, "strides", None)
+    if isinstance(strides, tuple) and min(strides, default=0) < 0:  # PyTorch has none, and aborts the process
+        if name == "memory":
+            raise ValueError(f"memory: expected strides of at least 0, got {list(strides)} bytes")
+        array = array.copy()
     try:
         return from_dlpack(array)
-    except (RuntimeError, BufferError, ValueError) as error:
+    except _PRODUCER_ERRORS as error:
         raise TypeError(f"{name}: {type(array).__name__} cannot be shared through DLPack: {error}") from error
 
 

@@ -69,12 +69,15 @@ class Source:
 def _lines(folder: Path, name: str, included_from: str, seen: dict[str, Path]) -> Iterator[str]:
     path = folder / name
     try:
-        content = path.read_text(encoding="utf-8")
+        content = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise KernelCompileError(f"{included_from}: cannot open {name!r} in {folder}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise KernelCompileError(f"{included_from}: cannot read {name!r} in {folder}: {error}") from None
     seen[name] = path
     yield f'#line 1 "{name}"'
-    for number, line in enumerate(content.splitlines(), start=1):
+    # Not splitlines(), which ends lines at characters that C++ does not.
+    for number, line in enumerate(content.removesuffix("\n").split("\n"), start=1):
         match = _INCLUDE.match(line)
         if match is not None:
             header = match.group(1)
@@ -97,7 +100,7 @@ def expand(spec: KernelSpec, folder: Path) -> Source:
     Raises
     ------
     KernelCompileError
-        If the file or a header is missing; the message names the including file and line.
+        If the file or a header is missing or cannot be read; the message names the including file and line.
     """
     seen: dict[str, Path] = {}
     body = list(_lines(folder, spec.file, "kernel source", seen))

@@ -49,3 +49,9 @@ def test_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("SDM_RT_KERNELS", "~/kernels")
     assert env.path("SDM_RT_KERNELS") == tmp_path / "kernels"
+
+
+def test_a_home_folder_of_nobody_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SDM_RT_CACHE_DIR", "~nobody-of-this-name/cache")
+    with pytest.raises(ValueError, match="SDM_RT_CACHE_DIR: '~nobody-of-this-name/cache' names no folder"):
+        env.path("SDM_RT_CACHE_DIR")

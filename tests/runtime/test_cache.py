@@ -231,6 +231,21 @@ def test_clear_removes_everything_unfinished_files_included(
     assert len(cache.entries(cache_folder / cache.MANIFEST)) == 1
 
 
+def test_clear_beside_another_one(
+    kernels: Kernels, sources: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels.load(SPEC, HOPPER)
+    unlink = Path.unlink
+
+    def taken(path: Path, missing_ok: bool = False) -> None:
+        unlink(path)  # by the other process
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", taken)
+    assert cache.clear() == 0
+    assert list((cache_folder / cache.CUBINS).iterdir()) == []
+
+
 def test_an_unreadable_manifest_entry_is_left_out(
     kernels: Kernels, sources: Path, cache_folder: Path
 ) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from sdm_rt import sdm_decode_step
+from sdm_rt import sdm_decode_step, sdm_write_read
 from sdm_rt.errors import MissingDependencyError
 from sdm_rt.runtime import interop
 from sdm_rt.runtime.interop import is_cupy, producer_stream, to_tensor
@@ -100,3 +101,84 @@ def test_cupy_beside_a_torch_without_a_gpu_is_one_message(monkeypatch: pytest.Mo
     monkeypatch.setattr(interop, "is_cupy", lambda array: True)
     with pytest.raises(MissingDependencyError, match="CUDA build of torch"), producer_stream(object()):
         pass
+
+
+def numpy_call() -> dict[str, Any]:
+    problem = make_problem(2, 1, 3, 2, 4, 6).cast(torch.float32)
+    return {"memory": problem.memory.numpy().copy()} | {
+        name: x.numpy() for name, x in problem.inputs().items()
+    }
+
+
+OPS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "decode": (sdm_decode_step, {}),
+    "write-read": (sdm_write_read, {"num_parallel": 2, "num_memory_slots": 6}),
+}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_read_only_bank_is_refused(op: str, tmp_path: Path) -> None:
+    function, options = OPS[op]
+    call = numpy_call()
+    np.save(tmp_path / "bank.npy", call["memory"])
+    for mode in ("r", "c"):  # "c": copies on write
+        bank = np.load(tmp_path / "bank.npy", mmap_mode=mode)
+        if mode == "c":
+            function(**call | {"memory": bank}, **options)
+            assert (bank != call["memory"]).any()
+            continue
+        with pytest.raises(TypeError, match="memory: expected a writable array, got a read-only memmap"):
+            function(**call | {"memory": bank}, **options)
+    call["v"].flags.writeable = False
+    function(**call, **options)
+
+
+def test_a_read_only_bank_that_is_left_alone_is_taken() -> None:
+    function, options = OPS["write-read"]
+    call = numpy_call()
+    want = function(**call | {"memory": call["memory"].copy()}, **options)
+    call["memory"].flags.writeable = False
+    readings, _ = function(**call, **options, return_final_bank=True)
+    assert_same_bits("readings", readings, want)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_negative_strides(op: str) -> None:
+    function, options = OPS[op]
+    call = numpy_call()
+    want = function(**call | {"memory": call["memory"].copy()}, **options)
+    mirrored = {
+        name: np.ascontiguousarray(x[..., ::-1])[..., ::-1] for name, x in call.items() if name != "memory"
+    }
+    assert all(x.shape[-1] == 1 or x.strides[-1] < 0 for x in mirrored.values())
+    got = function(**mirrored, memory=call["memory"].copy(), **options)
+    assert_same_bits("readings", got, want)
+    with pytest.raises(ValueError, match=r"memory: expected strides of at least 0, got \[16, -4\] bytes"):
+        function(**call | {"memory": call["memory"][:, ::-1]}, **options)
+
+
+def test_an_array_as_the_bank_of_a_call_that_needs_a_backward() -> None:
+    """Its changes are not tracked, so a backward could not tell that another call came between."""
+    call = numpy_call()
+    before = call["memory"].copy()
+    leaf = torch.from_numpy(call["v"]).requires_grad_()
+    options = {"num_parallel": 2, "num_memory_slots": 6}
+    with pytest.raises(RuntimeError, match="memory: a ndarray cannot be advanced in place"):
+        sdm_write_read(**call | {"v": leaf}, **options)
+    assert (call["memory"] == before).all()
+    readings, _ = sdm_write_read(**call | {"v": leaf}, **options, return_final_bank=True)
+    readings.sum().backward()
+    assert leaf.grad is not None
+
+
+@pytest.mark.parametrize("error", [TypeError, AttributeError, KeyError, OSError, AssertionError])
+def test_what_a_producer_raises_names_the_argument(error: type[Exception]) -> None:
+    class Producer:
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return (1, 0)
+
+        def __dlpack__(self, **options: object) -> object:
+            raise error("no")
+
+    with pytest.raises(TypeError, match="v: Producer cannot be shared through DLPack"):
+        to_tensor(Producer(), "v")

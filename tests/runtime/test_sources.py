@@ -138,3 +138,27 @@ def test_sources_of_an_installed_package_are_not_watched(
     tree.source(SPEC)
     (sources / "small.cuh").write_text("#error\n")
     assert tree.is_current(SPEC)
+
+
+def test_lines_end_where_the_compiler_ends_them(sources: Path) -> None:
+    """Other characters that end a line of text stand in comments, and end no comment."""
+    for character in "\x0b\x0c\x1c\x85\u2028":
+        (sources / "small.cu").write_text(f"int x; // {character} y\nint z;\n", encoding="utf-8")
+        text = expand(KernelSpec("small.cu", ("small",)), sources).text
+        assert text == f'#line 1 "small.cu"\nint x; // {character} y\nint z;\n'
+    (sources / "small.cu").write_bytes(b"\xef\xbb\xbfint x;\r\nint y;\r\n")
+    assert expand(KernelSpec("small.cu", ("small",)), sources).text == '#line 1 "small.cu"\nint x;\nint y;\n'
+
+
+@pytest.mark.parametrize("kind", ["latin-1", "folder", "loop"])
+def test_a_header_that_cannot_be_read_names_the_including_line(sources: Path, kind: str) -> None:
+    (sources / "small.cu").write_text('int x;\n#include "odd.cuh"\n')
+    odd = sources / "odd.cuh"
+    if kind == "latin-1":
+        odd.write_bytes("// für".encode("latin-1"))
+    elif kind == "folder":
+        odd.mkdir()
+    else:
+        odd.symlink_to(odd)
+    with pytest.raises(KernelCompileError, match=r"small\.cu\(2\): cannot read 'odd\.cuh' in"):
+        expand(KernelSpec("small.cu", ("small",)), sources)

@@ -18,7 +18,8 @@ from sdm_rt.plan.step_plan import StepPlan
 __all__ = ["add_arguments", "run"]
 
 PASSES = ("forward", "backward", "decode")
-TOKENS, CHUNK, SLOTS = 4096, 64, 65536  # of which a decode, one token a stream, knows nothing
+# Of what a decode, one token a stream, has no use for.
+DEFAULTS = {"tokens": 4096, "chunk": 64, "slots": 65536}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,12 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what to plan; may be repeated (default: forward and backward)",
     )
     parser.add_argument("--streams", type=int, default=1, metavar="P", help="batch x heads (default 1)")
-    parser.add_argument("--tokens", type=int, metavar="T", help=f"of a stream (default {TOKENS})")
-    parser.add_argument("--chunk", type=int, metavar="C", help=f"tokens of a chunk (default {CHUNK})")
+    parser.add_argument("--tokens", type=int, metavar="T", help=f"of a stream (default {DEFAULTS['tokens']})")
+    parser.add_argument(
+        "--chunk", type=int, metavar="C", help=f"tokens of a chunk (default {DEFAULTS['chunk']})"
+    )
     parser.add_argument("--writes", type=int, default=64, metavar="W", help="of a token (default 64)")
     parser.add_argument("--reads", type=int, default=64, metavar="R", help="of a token (default 64)")
     parser.add_argument("--head-dim", type=int, default=1024, metavar="D", help="bank columns (default 1024)")
-    parser.add_argument("--slots", type=int, metavar="S", help=f"rows a stream (default {SLOTS})")
+    parser.add_argument("--slots", type=int, metavar="S", help=f"rows a stream (default {DEFAULTS['slots']})")
     parser.add_argument("--dtype", choices=BANK_DTYPES, default="bfloat16", help="of the bank")
     parser.add_argument("--index-dtype", choices=INDEX_DTYPES, default="int64")
     parser.add_argument("--snapshot", choices=SNAPSHOTS, default="none", help="snapshot_quant (default none)")
@@ -69,12 +72,12 @@ def _plan(name: str, arguments: argparse.Namespace, device: DeviceModel) -> Step
         )
     shape = WriteReadShape(
         streams=arguments.streams,
-        tokens=TOKENS if arguments.tokens is None else arguments.tokens,
-        chunk=CHUNK if arguments.chunk is None else arguments.chunk,
+        tokens=arguments.tokens,
+        chunk=arguments.chunk,
         writes=arguments.writes,
         reads=arguments.reads,
         head_dim=arguments.head_dim,
-        slots=SLOTS if arguments.slots is None else arguments.slots,
+        slots=arguments.slots,
         bank_dtype=arguments.dtype,
         gradient_bank_dtype="float32" if arguments.grad_bank_fp32 else arguments.dtype,
         index_dtype=arguments.index_dtype,
@@ -120,6 +123,8 @@ def run(arguments: argparse.Namespace) -> int:
     passes = arguments.passes or (["forward"] if arguments.no_grad else ["forward", "backward"])
     try:
         _check_options(arguments, passes)
+        given = {name: value for name, value in vars(arguments).items() if value is not None}
+        arguments = argparse.Namespace(**vars(arguments) | DEFAULTS | given)
         device = preset(arguments.device)
         plans = [_plan(name, arguments, device) for name in passes]
     except ValueError as error:

@@ -13,14 +13,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 def is_watched(module: nn.Module) -> bool:
     """Whether a call of the module does more, or other things, than its class says."""
     state = module.__dict__
-    return bool(  # written out: a compiler traces it, and a token has no time for a loop
-        state["_forward_hooks"]
-        or state["_forward_pre_hooks"]
-        or state["_backward_hooks"]
-        or state["_backward_pre_hooks"]
-        or "forward" in state
-        or "_compiled_call_impl" in state
-    )
+    return any(map(state.__getitem__, HOOKS)) or "forward" in state or "_compiled_call_impl" in state
 
 
 def has_global_hooks() -> bool:

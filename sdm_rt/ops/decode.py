@@ -104,18 +104,21 @@ def _decode(
                     f"or call it under torch.no_grad()"
                 )
     if is_traced(memory):
-        check_no_derivatives(
-            "sdm_decode_step", dict(zip(("memory", *NAMES), (memory, *operands), strict=True))
-        )
+        check_no_derivatives("sdm_decode_step", _named(memory, operands, lengths))
         _, flat = _check(memory, operands, lengths, values=False)
         out: Tensor = torch.ops.sdm_rt.decode_step(memory, *flat.values(), lengths)
         return out
-    given = (memory, *operands) if lengths is None else (memory, *operands, lengths)
-    if not are_plain(given):
-        check_plain("sdm_decode_step", dict(zip(("memory", *NAMES, "lengths"), given, strict=False)))
+    if not are_plain((memory, *operands) if lengths is None else (memory, *operands, lengths)):
+        check_plain("sdm_decode_step", _named(memory, operands, lengths))
     if memory.is_cuda:
         return _on_gpu(memory, operands, lengths, readings)
     return _recurrence(memory, operands, lengths)
+
+
+def _named(memory: Tensor, operands: tuple[Tensor, ...], lengths: Tensor | None) -> dict[str, Tensor]:
+    """Return the tensors of a call by the names of their arguments."""
+    named = {"memory": memory, **dict(zip(NAMES, operands, strict=True))}
+    return named if lengths is None else named | {"lengths": lengths}
 
 
 def _on_gpu(
@@ -178,7 +181,7 @@ def _check(
     shape = resolve_streams(memory, k_idx, slots, streams, False, lengths, None)
     check_token_tensors(memory, flat_shapes(tokens, shape), shape.leading, "P")
     flat = flat_tokens(tokens)
-    check_one_device({"memory": memory, **flat} | ({} if lengths is None else {"lengths": lengths}))
+    check_one_device(_named(memory, tuple(flat.values()), lengths))
     if values:
         steps = _steps(shape, lengths)
         for name in ("k_idx", "q_idx"):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from itertools import chain
 from typing import ClassVar
 
 from torch import Tensor
 
-__all__ = ["InplaceCall", "any_meets", "apart", "check_tracked"]
+__all__ = ["InplaceCall", "any_meets", "apart", "check_tracked", "named_apart"]
 
 
 def any_meets(bank: Tensor, operands: Iterable[Tensor]) -> bool:
@@ -37,14 +38,31 @@ def _span(x: Tensor) -> tuple[int, int]:
     return begin, begin + elements * x.element_size()
 
 
-def check_tracked(memory: Tensor) -> None:
-    """RuntimeError for a bank of inference mode: that it changed before a backward would not be seen."""
-    if memory.is_inference():
-        raise RuntimeError(
-            "memory: an inference tensor cannot be advanced in place by a call that needs a backward, since "
-            "PyTorch does not track its changes; clone() it outside of inference mode, or call "
-            "sdm_write_read with return_final_bank=True"
-        )
+def named_apart(bank: Tensor, *groups: dict[str, Tensor]) -> tuple[dict[str, Tensor], ...]:
+    """Return named operands of a call that overwrites ``bank``, those that meet it copied."""
+    if not any_meets(bank, chain.from_iterable(group.values() for group in groups)):
+        return groups
+    return tuple({name: apart(bank, x) for name, x in group.items()} for group in groups)
+
+
+def check_tracked(bank: Tensor, given: object) -> None:
+    """RuntimeError for a bank whose changes before a backward would not be seen: PyTorch does not track them.
+
+    Parameters
+    ----------
+    bank : Tensor
+        The bank of an in-place call that needs a backward.
+    given : object
+        What the caller gave: the bank itself, or another library's array that it was made of.
+    """
+    if given is bank and not bank.is_inference():
+        return
+    what = "an inference tensor" if given is bank else f"a {type(given).__name__}"
+    raise RuntimeError(
+        f"memory: {what} cannot be advanced in place by a call that needs a backward, since PyTorch does not "
+        f"track its changes; pass a tensor made outside of inference mode (clone() it there), or call "
+        f"sdm_write_read with return_final_bank=True"
+    )
 
 
 class InplaceCall:

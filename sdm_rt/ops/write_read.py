@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sdm_rt import env
 from sdm_rt.ops import checks
-from sdm_rt.ops.inplace_call import any_meets, apart, check_tracked
+from sdm_rt.ops.inplace_call import apart, check_tracked, named_apart
 from sdm_rt.ops.library import is_traced
 from sdm_rt.ops.write_read_autograd import write_read_in_place, write_read_with_final_bank
 from sdm_rt.ops.write_read_call import WriteReadCall, check_values, needs_backward
@@ -349,14 +349,13 @@ def sdm_write_read(
         )
     if not checks.are_plain(given.values()):
         checks.check_plain("sdm_write_read", given)
-    if not return_final_bank and any_meets(memory, (*tensors.values(), *streams.values())):
-        tensors = {name: apart(memory, x) for name, x in tensors.items()}
-        streams = {name: apart(memory, x) for name, x in streams.items()}
+    if not return_final_bank:
+        tensors, streams = named_apart(memory, tensors, streams)
     if checked and memory.is_cuda:
         check_values(call, checks.flat_tokens(tensors), streams)
     if needs_backward(memory, tensors):
         if not return_final_bank:
-            check_tracked(memory)
+            check_tracked(memory, memory)
         run = write_read_with_final_bank if return_final_bank else write_read_in_place
         return run(memory, tensors, call, streams)
     bank = memory.clone(memory_format=torch.contiguous_format) if return_final_bank else memory
@@ -372,12 +371,8 @@ def _on_foreign_arrays(arrays: dict[str, Any], **options: Any) -> Any:
         if not options["return_final_bank"]:
             bank = tensors["memory"]
             check_writable(caller)
-            if bank is not caller and needs_backward(bank, tensors):
-                raise RuntimeError(
-                    f"memory: a {type(caller).__name__} cannot be advanced in place by a call that needs a "
-                    f"backward, since PyTorch does not track its changes; pass a torch.Tensor of it, or "
-                    f"return_final_bank=True"
-                )
+            if needs_backward(bank, tensors):
+                check_tracked(bank, caller)
             tensors = {name: x if x is bank else apart(bank, x) for name, x in tensors.items()}
         op: Any = sdm_write_read
         result = op(**tensors, **options)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from sdm_rt.ops.checks import StreamShape
-from sdm_rt.ops.inplace_call import any_meets, apart
+from sdm_rt.ops.inplace_call import named_apart
 from sdm_rt.ops.library import define, differentiable_once
 from sdm_rt.ops.write_read_autograd import run_backward
 from sdm_rt.ops.write_read_call import TOKEN_TENSORS, WriteReadCall, check_values, needs_backward
@@ -68,11 +68,8 @@ def _fake_write_read(memory: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, l
 
 def _write_read_inplace(memory: Tensor, *arguments: Any) -> Tensor:
     at = _Arguments(arguments)
-    flat, streams = at.flat, at.streams
     at.check_if_asked(memory)
-    if any_meets(memory, (*flat.values(), *streams.values())):
-        flat = {name: apart(memory, x) for name, x in flat.items()}
-        streams = {name: apart(memory, x) for name, x in streams.items()}
+    flat, streams = named_apart(memory, at.flat, at.streams)
     return path_of(memory.device).forward(memory, flat, at.call, streams)
 
 

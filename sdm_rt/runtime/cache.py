@@ -9,6 +9,7 @@ what it is. No lock is held by anyone.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import secrets
@@ -159,13 +160,11 @@ def clear() -> int:
     freed = 0
     for part in (CUBINS, MANIFEST):
         for path in (cache_folder() / part).glob("*"):
-            try:
-                size = path.stat().st_size if path.is_file() else 0
+            with contextlib.suppress(FileNotFoundError):  # another process clears too
                 if path.is_file():
+                    size = path.stat().st_size
                     path.unlink()
                     freed += size
-            except FileNotFoundError:
-                continue  # another process clears too
     return freed
 
 

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from sdm_rt import sdm_decode_step
-from sdm_rt.cli.precompile import run as run_precompile
+from sdm_rt.cli import main
 from sdm_rt.ops import decode_launch
 from sdm_rt.ops.plan_inputs import device_model
 from sdm_rt.plan.decode import decode_kernel, plan_decode
 from sdm_rt.plan.device import preset
 from sdm_rt.plan.occupancy import occupancy
-from sdm_rt.plan.shapes import DecodeShape, WriteReadShape
+from sdm_rt.plan.shapes import DecodeShape
 from sdm_rt.runtime import driver, graph
 from sdm_rt.runtime.cache import KernelCache
 from sdm_rt.runtime.compile import kernels
@@ -177,12 +177,9 @@ def test_no_home_no_toolkit(tmp_path: Path) -> None:
 def test_precompiled_kernels_equal_the_run_time_build(tmp_path: Path) -> None:
     folder = tmp_path / "precompiled"
 
-    class Arguments:
-        arch = [gpu(torch.cuda.current_device()).target]  # noqa: RUF012
-        shape = [WriteReadShape(1, 1, 16, 8, 8, 24, 100)]  # noqa: RUF012
-        output = folder
-
-    assert run_precompile(Arguments) == 0  # type: ignore[arg-type]
+    target = gpu(torch.cuda.current_device()).target
+    shape = "W=8,R=8,D=24,C=16,S=100"
+    assert main(["precompile", "--arch", target, "--shape", shape, "--output", str(folder)]) == 0
     loaded = first_call(
         SDM_RT_CACHE_DIR=str(tmp_path / "two"), SDM_RT_PRECOMPILED=str(folder), SDM_RT_JIT="0"
     )

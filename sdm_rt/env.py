@@ -7,10 +7,12 @@ Values are read at the time of use, so a change inside a process takes effect at
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-__all__ = ["VARIABLES", "Variable", "flag", "path"]
+__all__ = ["VARIABLES", "Variable", "as_set", "flag", "path"]
 
 
 @dataclass(frozen=True)
@@ -60,9 +62,21 @@ VARIABLES: tuple[Variable, ...] = (
 
 _NAMES = {variable.name: variable for variable in VARIABLES}
 
+# Looked up several times a call of an op. For an unset variable os.environ raises and catches an exception,
+# ten times the cost of asking the dictionary behind it.
+_environment: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
+_keys = {name: getattr(os.environ, "encodekey", str)(name) for name in _NAMES}
+
+
+def as_set(name: str) -> bytes | str | None:
+    """Return what the environment holds for the variable ``name``, undecoded; None where it is unset."""
+    held: bytes | str | None = _environment.get(_keys[name])
+    return held
+
 
 def _value(name: str) -> str:
-    return os.environ.get(name, "").strip() or _NAMES[name].default
+    held = as_set(name)
+    return (held is not None and os.fsdecode(held).strip()) or _NAMES[name].default
 
 
 def flag(name: str) -> bool:

@@ -9,7 +9,6 @@ would launch; a call with anything that a graph cannot stand for runs as it is.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 import weakref
@@ -138,7 +137,7 @@ def _key_of_modes() -> Hashable | None:
     return (
         torch.is_inference_mode_enabled(),
         torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None,
-        os.environ.get("SDM_RT_PDL"),
+        env.as_set("SDM_RT_PDL"),
         *[setting() for setting in _SETTINGS],
     )
 

@@ -15,6 +15,7 @@ from sdm_rt.ops.checks import (
     check_bank,
     check_index_range,
     check_no_derivatives,
+    check_no_gradient,
     check_one_device,
     check_plain,
     check_stream_lengths,
@@ -97,12 +98,9 @@ def _decode(
 ) -> Tensor:
     """Refuse what needs gradients, then run on the bank's device."""
     if torch.is_grad_enabled():
-        for name, tensor in zip(("memory", *NAMES), (memory, *operands), strict=True):
+        for tensor in (memory, *operands):
             if tensor.requires_grad:
-                raise RuntimeError(
-                    f"{name}: requires grad, and sdm_decode_step is not differentiable; use sdm_write_read, "
-                    f"or call it under torch.no_grad()"
-                )
+                check_no_gradient("sdm_decode_step", _named(memory, operands, lengths))
     if is_traced(memory):
         check_no_derivatives("sdm_decode_step", _named(memory, operands, lengths))
         _, flat = _check(memory, operands, lengths, values=False)

@@ -1,12 +1,11 @@
 """Decode on a GPU: one prepared launch a shape, pointers on the way of a call.
 
 The first call of a shape checks it, plans it and loads its kernel; later calls look the prepared launch up by
-shapes, dtypes, layouts and devices, write eleven pointers and launch.
+shapes, dtypes, layouts and devices, write eleven pointers and launch. What is read of a tensor is read once.
 """
 
 from __future__ import annotations
 
-import os
 import struct
 import threading
 from collections.abc import Callable
@@ -55,7 +54,8 @@ class PlannedDecode:
     numbers : dict
         The launch's arguments that are no pointers, by name.
     copies : tuple
-        (position in OPERANDS, dtype) of the operands that are handed over as contiguous copies.
+        (position in OPERANDS, dtype) of the operands that are handed over as contiguous copies; the lengths
+        have the position behind them.
     copies_bank : bool
         Whether the bank's columns are strided, so that a copy is advanced and copied back.
     """
@@ -77,13 +77,16 @@ class _Ready:
     spec, generation : KernelSpec, int
         Its kernel and that one's generation, to ask whether the source was edited.
     copies : tuple
-        (position in OPERANDS, dtype) of the operands that are handed over as contiguous copies.
+        (position in OPERANDS, dtype) of the operands that are handed over as contiguous copies; the lengths
+        have the position behind them.
     copies_bank : bool
         Whether the bank's columns are strided, so that a copy is advanced and copied back.
     checked : bool
         Whether values of indices and lengths are checked before each call.
     repeats : Tensor
         The GPU's counter of repeated slots.
+    repeats_address : int
+        Its address.
     dispatch : dict
         What ``last_dispatch`` shows.
     """
@@ -95,6 +98,7 @@ class _Ready:
     copies_bank: bool
     checked: bool
     repeats: Tensor
+    repeats_address: int
     dispatch: dict[str, Any]
 
 
@@ -135,10 +139,11 @@ def decode_on_gpu(
         The readings.
     """
     given = operands if lengths is None else (*operands, lengths)
-    if any_meets(memory, given):
+    addresses = [x.data_ptr() for x in given]
+    if any_meets(memory, addresses):
         given = tuple(apart(memory, x) for x in given)
+        addresses = [x.data_ptr() for x in given]
         operands, lengths = given[: len(operands)], None if lengths is None else given[-1]
-    k_idx, k_val, v, beta, g, q_idx, q_val = operands
     bank = memory.data_ptr()
     key = (
         memory.shape,
@@ -147,8 +152,8 @@ def decode_on_gpu(
         memory.get_device(),
         bank % VECTOR_BYTES,
         *[(x.shape, x.dtype, x.get_device(), x.is_contiguous()) for x in given],
-        os.environ.get("SDM_RT_PDL"),
-        os.environ.get("SDM_RT_CHECK"),
+        env.as_set("SDM_RT_PDL"),
+        env.as_set("SDM_RT_CHECK"),
     )
     ready = _memo.ready.get(key)
     if ready is None or not kernels().are_current((ready.spec,), ready.generation):
@@ -157,7 +162,7 @@ def decode_on_gpu(
             raise TypeError(
                 "memory: expected dtype float32, bfloat16 or float16 on a GPU, got float64 (CPU only)"
             )
-        if k_idx.shape[0] == 0:
+        if operands[0].shape[0] == 0:
             record_dispatch({"op": "sdm_decode_step", "path": "gpu", "streams": 0, "plan": None})
             return memory.new_empty(0, memory.shape[1]) if y is None else y
         ready = _memo.ready[key] = _prepare(memory, operands, lengths)
@@ -165,34 +170,19 @@ def decode_on_gpu(
         check(True)
     device_index = memory.get_device()
     if y is None:
-        y = memory.new_empty(k_idx.shape[0], memory.shape[1])
+        y = memory.new_empty(operands[0].shape[0], memory.shape[1])
     advanced = memory
     if ready.copies_bank:
         advanced = memory.detach().contiguous()
         bank = advanced.data_ptr()
-    if ready.copies:
-        held = list(operands)
-        for at, dtype in ready.copies:
-            held[at] = held[at].detach().to(dtype).contiguous()
-        k_idx, k_val, v, beta, g, q_idx, q_val = held
-    if lengths is not None:
-        lengths = lengths.contiguous()
+    copies = []  # alive until the launch is queued
+    for at, dtype in ready.copies:
+        copies.append(given[at].detach().to(dtype).contiguous())
+        addresses[at] = copies[-1].data_ptr()
+    if lengths is None:
+        addresses.append(0)
     launch = ready.launch
-    _write_pointers(
-        launch.arguments,
-        0,
-        bank,
-        k_idx.data_ptr(),
-        k_val.data_ptr(),
-        v.data_ptr(),
-        beta.data_ptr(),
-        g.data_ptr(),
-        q_idx.data_ptr(),
-        q_val.data_ptr(),
-        0 if lengths is None else lengths.data_ptr(),
-        y.data_ptr(),
-        ready.repeats.data_ptr(),
-    )
+    _write_pointers(launch.arguments, 0, bank, *addresses, y.data_ptr(), ready.repeats_address)
     launch.run(current_stream(device_index))
     if ready.copies_bank:
         with torch.no_grad():
@@ -237,7 +227,7 @@ def plan_call(
         aligned=start % VECTOR_BYTES == 0 and row_stride * memory.element_size() % VECTOR_BYTES == 0,
     )
     codes = 0
-    copies = []
+    copies: list[tuple[int, torch.dtype]] = []
     for at, (name, operand) in enumerate(named.items()):
         dtype = operand.dtype
         if name in VALUE_BITS and dtype not in VALUE_CODES:
@@ -249,6 +239,8 @@ def plan_call(
         else:
             codes |= int(dtype == torch.int64) << WIDE_BITS[name]
     if lengths is not None:
+        if not lengths.is_contiguous():
+            copies.append((len(OPERANDS), lengths.dtype))
         codes |= int(lengths.dtype == torch.int64) << WIDE_BITS["lengths"]
 
     numbers = {
@@ -271,6 +263,7 @@ def _prepare(memory: Tensor, operands: tuple[Tensor, ...], lengths: Tensor | Non
     generation = kernels().generation
     launch = prepare(description, gpu, current_stream(gpu.index))
     launch.set(planned.numbers)
+    repeats = device_repeats(memory.device)
     dispatch = {
         "op": "sdm_decode_step",
         "path": "gpu",
@@ -284,6 +277,7 @@ def _prepare(memory: Tensor, operands: tuple[Tensor, ...], lengths: Tensor | Non
         copies=planned.copies,
         copies_bank=planned.copies_bank,
         checked=env.flag("SDM_RT_CHECK"),
-        repeats=device_repeats(memory.device),
+        repeats=repeats,
+        repeats_address=repeats.data_ptr(),
         dispatch=dispatch,
     )

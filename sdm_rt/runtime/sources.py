@@ -125,8 +125,8 @@ def _stamp(path: str) -> _Stamp:
     return (path, status.st_mtime_ns, status.st_size, status.st_ino)
 
 
-def _chosen() -> str:
-    return os.environ.get("SDM_RT_KERNELS", "")
+def _chosen() -> bytes | str | None:
+    return env.as_set("SDM_RT_KERNELS")
 
 
 @dataclass(frozen=True)
@@ -134,11 +134,11 @@ class _Read:
     """A source as it was read, with what tells when to read it again."""
 
     source: Source
-    chosen: str  # SDM_RT_KERNELS at the time
+    chosen: bytes | str | None  # SDM_RT_KERNELS at the time
     stamps: list[_Stamp]
     settled: bool
 
-    def is_current(self, chosen: str, seen: Container[_Stamp] = ()) -> bool:
+    def is_current(self, chosen: bytes | str | None, seen: Container[_Stamp] = ()) -> bool:
         """Return whether nothing was touched, of files whose stamps are not among ``seen``."""
         if not self.settled or chosen != self.chosen:
             return False

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -35,6 +37,23 @@ def test_flag(monkeypatch: pytest.MonkeyPatch, value: str | None, expected: bool
     if value is not None:
         monkeypatch.setenv("SDM_RT_PDL", value)
     assert env.flag("SDM_RT_PDL") is expected
+
+
+def test_a_variable_is_what_the_environment_holds_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SDM_RT_PDL", raising=False)
+    seen = [env.as_set("SDM_RT_PDL")]
+    for value in ("0", "1"):
+        monkeypatch.setenv("SDM_RT_PDL", value)
+        seen.append(env.as_set("SDM_RT_PDL"))
+    monkeypatch.delenv("SDM_RT_PDL")
+    assert [held and os.fsdecode(held) for held in (*seen, env.as_set("SDM_RT_PDL"))] == [
+        None,
+        "0",
+        "1",
+        None,
+    ]
+    with mock.patch.dict(os.environ, {"SDM_RT_PDL": "0"}):
+        assert not env.flag("SDM_RT_PDL")
 
 
 def test_a_flag_is_0_or_1(monkeypatch: pytest.MonkeyPatch) -> None:

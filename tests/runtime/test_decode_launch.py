@@ -153,10 +153,10 @@ def test_too_many_slots_are_refused(fake: FakeDriver) -> None:
         run(given, check=lambda values: None)
 
 
-@pytest.mark.parametrize("name", ["k_idx", "k_val", "v", "beta", "g", "q_idx", "q_val"])
+@pytest.mark.parametrize("name", ["k_idx", "k_val", "v", "beta", "g", "q_idx", "q_val", "lengths"])
 def test_strided_operands_go_as_copies_of_the_same_values(fake: FakeDriver, name: str) -> None:
-    given = call()
-    wide = torch.stack([given[name], given[name]], dim=-1)
+    given = call() | {"lengths": torch.tensor([1, 0, 1])}
+    wide = torch.stack([given[name], 7 + given[name]], dim=-1)
     strided = wide[..., 0]
     assert not strided.is_contiguous() or name in ("beta", "g")
     read: dict[str, bytes] = {}
@@ -171,7 +171,9 @@ def test_strided_operands_go_as_copies_of_the_same_values(fake: FakeDriver, name
         return result
 
     fake.cuLaunchKernelEx = record  # type: ignore[method-assign]
-    run({**given, name: strided})
+    given_strided = {**given, name: strided}
+    lengths = given_strided.pop("lengths")
+    run(given_strided, lengths)
     assert read[name] == given[name].contiguous().view(torch.uint8).numpy().tobytes()
 
 

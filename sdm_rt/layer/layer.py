@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
-import numbers
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
@@ -21,6 +19,7 @@ from sdm_rt.layer.slot_selection import SlotSelection, select_writes_and_reads
 from sdm_rt.layer.state import Cache, SDMLayerState
 from sdm_rt.layer.statistics import access_statistics, norm_statistics
 from sdm_rt.layer.token_replay import replay_token
+from sdm_rt.layer.weights import check_positive, draw_decay_rate_, draw_time_step_, draw_weight_
 from sdm_rt.ops.checks import BANK_DTYPES, check_int, check_one_device
 from sdm_rt.ops.decode import sdm_decode_step
 from sdm_rt.ops.library import is_traced
@@ -28,10 +27,6 @@ from sdm_rt.ops.write_read import sdm_write_read
 from sdm_rt.ops.write_read_graphs import replayed_calls
 
 __all__ = ["SparseDeltaMemory"]
-
-_SMALLEST_DECAY_RATE = 1e-4
-_TIME_STEP_RANGE = (1e-3, 1e-1)
-_SMALLEST_TIME_STEP = 1e-4
 
 
 class _Entries(NamedTuple):
@@ -170,32 +165,16 @@ class SparseDeltaMemory(nn.Module):
             "factor": factor,
             "width_scaling": 1.0 if width_scaling is None else width_scaling,
         }
-        for name, value in given.items():
-            if not isinstance(value, (numbers.Real, Tensor)):
-                raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
-            if not 0 < float(value) < math.inf:
-                raise ValueError(f"{name}: expected a positive number, got {value}")
-        std, factor, scaling = map(float, given.values())
-        projections = (
-            self.Wq_read,
-            self.Wk_write,
-            self.Wv_write,
-            self.a_proj,
-            self.b_proj,
-            self.Wog,
-            self.Wo,
-        )
-        for projection in projections:
+        std, factor, scaling = (check_positive(name, value) for name, value in given.items())
+        inner = (self.Wq_read, self.Wk_write, self.Wv_write, self.a_proj, self.b_proj, self.Wog)
+        for projection in (*inner, self.Wo):
             if projection is not None:
-                _trunc_normal_(projection.weight, std * scaling / (factor if projection is self.Wo else 1.0))
+                draw_weight_(projection.weight, std * scaling / (factor if projection is self.Wo else 1.0))
                 nn.init.zeros_(projection.bias)
         if self.memory is not None:
-            _trunc_normal_(self.memory, std)
-        self.A_log.uniform_(*self.args.A_init_range).clamp_(min=_SMALLEST_DECAY_RATE).log_()
-        time_step = (
-            self.dt_bias.uniform_(*map(math.log, _TIME_STEP_RANGE)).exp_().clamp_(min=_SMALLEST_TIME_STEP)
-        )
-        time_step.add_(torch.log(-torch.expm1(-time_step)))  # the inverse of softplus
+            draw_weight_(self.memory, std)
+        draw_decay_rate_(self.A_log, self.args.A_init_range)
+        draw_time_step_(self.dt_bias)
         for module in (self.readings_norm, self.query_bn, self.key_bn, self.read_act, self.write_act):
             if callable(reset := getattr(module, "reset_parameters", None)):
                 reset()
@@ -480,10 +459,6 @@ def _check_initial_memory(given: Any, shapes: list[tuple[int, int]]) -> None:
             f"initial_memory: expected shape [H*S, D] = {list(shapes[0])} or [B*H*S, D] = "
             f"{list(shapes[1])}, got {list(given.shape)}"
         )
-
-
-def _trunc_normal_(weight: Tensor, std: float) -> None:
-    nn.init.trunc_normal_(weight, std=std, a=-3 * std, b=3 * std)
 
 
 def _zero_padding(rows: Tensor, layout: TokenLayout) -> Tensor:

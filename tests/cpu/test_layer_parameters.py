@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sdm_rt import SparseDeltaMemory, SparseDeltaMemoryArgs
-from sdm_rt.layer import layer as layer_module
+from sdm_rt.layer import weights
 from tests.layer_reference import SHAPE, make_layer
 
 
@@ -106,7 +106,7 @@ def test_initial_values():
 
 @pytest.mark.parametrize(("drawn", "step"), [(1.0, 1.0), (0.05, 0.05), (1e-6, 1e-4)])
 def test_dt_bias_is_the_inverse_softplus_of_the_drawn_step(monkeypatch, drawn, step):
-    monkeypatch.setattr(layer_module, "_TIME_STEP_RANGE", (drawn, drawn))
+    monkeypatch.setattr(weights, "TIME_STEP_RANGE", (drawn, drawn))
     layer = SparseDeltaMemory(SparseDeltaMemoryArgs(**SHAPE, A_init_range=(0.0, 0.0)), 0)
     torch.testing.assert_close(torch.nn.functional.softplus(layer.dt_bias), torch.full((2,), step))
     torch.testing.assert_close(layer.A_log, torch.full((2,), math.log(1e-4)))

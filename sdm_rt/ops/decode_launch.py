@@ -139,10 +139,10 @@ def decode_on_gpu(
         The readings.
     """
     given = operands if lengths is None else (*operands, lengths)
-    addresses = [x.data_ptr() for x in given]
+    addresses = list(map(Tensor.data_ptr, given))
     if any_meets(memory, addresses):
         given = tuple(apart(memory, x) for x in given)
-        addresses = [x.data_ptr() for x in given]
+        addresses = list(map(Tensor.data_ptr, given))
         operands, lengths = given[: len(operands)], None if lengths is None else given[-1]
     bank = memory.data_ptr()
     key = (

@@ -44,6 +44,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # ---- against the CPU ----
 
 
+@pytest.mark.usefixtures("repeats_launch_kernels")
 @pytest.mark.parametrize(
     "options",
     [{}, EVERYTHING, {"query_batchnorm": True}, {"backprop_on_memory": False}],

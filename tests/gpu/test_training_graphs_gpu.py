@@ -60,6 +60,7 @@ def test_a_hundred_replays_give_the_same_bits() -> None:
         assert_same(layer_step(replayed, x), want)
 
 
+@pytest.mark.usefixtures("repeats_launch_kernels")
 def test_lengths_change_between_replays() -> None:
     plain, replayed = new_layer(), new_layer(cuda_graph=True)
     for at, lengths in enumerate(([100, 40], [3, 100], [0, 1], [100, 100], [64, 32])):
@@ -113,6 +114,7 @@ def test_saved_tensors_on_the_cpu() -> None:
         assert_same(got, layer_step(plain, tokens(seed)))
 
 
+@pytest.mark.usefixtures("repeats_launch_kernels")
 def test_suspended_and_reset() -> None:
     plain, replayed = pair()
     layer_step(replayed, tokens())

@@ -57,8 +57,8 @@ class Counts:
 def read_reports(reports: Sequence[Path], expected_fingerprint: str) -> tuple[Counts, list[str]]:
     """Count the outcomes of JUnit reports whose suites are named by ``expected_fingerprint``.
 
-    A test's latest outcome counts. Returned beside the counts: the tests that failed in one report and passed
-    in a later one, of the same sources.
+    A test's latest outcome counts, and none that says it did not run. Returned beside the counts: the tests
+    that failed in one report and passed in a later one, of the same sources.
     """
     outcomes: dict[str, Counts] = {}
     repeated = []
@@ -71,6 +71,8 @@ def read_reports(reports: Sequence[Path], expected_fingerprint: str) -> tuple[Co
                 )
             for case in suite.iter("testcase"):
                 test, outcome = f"{case.get('classname')}.{case.get('name')}", _outcome(case)
+                if test in outcomes and outcome.skipped:
+                    continue
                 if test in outcomes and outcomes[test].failed and outcome.passed:
                     repeated.append(test)
                 outcomes[test] = outcome

@@ -164,14 +164,14 @@ def _backward_specs(shape: WriteReadShape, device: DeviceModel) -> Iterator[Kern
 def kernels_of(of: CallShape, target: str) -> Iterator[KernelSpec]:
     """Yield the kernels of decode, forward, backward and top-k that a shape needs on a target.
 
-    For banks that are aligned and that are not, indices of both widths, every snapshot, few streams and many;
+    For banks of every alignment, indices of both widths, every snapshot, few streams and many;
     top-k of product keys of these factors, where there are any.
     """
     device, (shape, factors) = _model(target), of
     for aligned in (True, False):
         token = DecodeShape(1, shape.writes, shape.reads, shape.head_dim, shape.bank_dtype, aligned=aligned)
         yield decode_kernel(token, device.pdl)
-    for alignment in (16, dtype_bytes(shape.bank_dtype)):
+    for alignment in (n for n in (2, 4, 8, 16) if n >= dtype_bytes(shape.bank_dtype)):
         for index in INDEX_DTYPES:
             yield from _forward_specs(replace(shape, index_dtype=index, alignment=alignment), device)
         yield from _backward_specs(replace(shape, alignment=alignment), device)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import re
 import sys
 import threading
 import time
@@ -27,7 +28,7 @@ from sdm_rt.runtime.cores import side_by_side
 from sdm_rt.runtime.dependencies import load_cupy
 from sdm_rt.runtime.device import Gpu
 from sdm_rt.runtime.kernel import KernelSpec
-from sdm_rt.runtime.sources import Source, SourceTree
+from sdm_rt.runtime.sources import Source, SourceTree, expand, find_kernels
 
 __all__ = ["Builder", "CupyBuilder", "Kernels", "LoadedModule", "kernels"]
 
@@ -56,9 +57,8 @@ class Builder(Protocol):
 
 def with_paths(log: str, source: Source) -> str:
     """Return a compiler's log with the full paths of the files it names."""
-    for path in source.files:
-        log = log.replace(f"{path.name}(", f"{path}(")
-    return log
+    paths = {path.name: str(path) for path in source.files}
+    return re.sub(r"(?<![^\s:])([\w.+-]+)(?=\()", lambda name: paths.get(name[1], name[1]), log)
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,14 @@ class Kernels:
     def is_loaded(self, spec: KernelSpec, gpu: Gpu) -> bool:
         """Return whether ``load`` has a module of the current source at hand."""
         good = self._good.get((spec, gpu.index))
-        return good is not None and self._tree.is_current(spec)
+        if good is None:
+            return False
+        if self._tree.is_current(spec):
+            return True
+        try:  # touched a moment ago, perhaps before it was loaded; this read is noted nowhere
+            return good.digest == expand(spec, find_kernels()).digest
+        except KernelCompileError:
+            return False
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[set[KernelSpec]]:

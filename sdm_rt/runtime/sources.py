@@ -205,6 +205,6 @@ class SourceTree:
         source = expand(spec, folder)
         watched = () if folder == _PACKAGED else source.files
         stamps = [_stamp(str(path)) for path in watched]
-        settled = all(now - stamp[1] > SETTLED_NS for stamp in stamps)
+        settled = all(abs(now - stamp[1]) > SETTLED_NS for stamp in stamps)  # other clocks may be ahead
         self._reads[spec] = _Read(source, _chosen(), stamps, settled)
         return source

@@ -77,7 +77,7 @@ def test_precompile_makes_what_a_run_looks_for(
 def launches_of(shape: WriteReadShape, device: DeviceModel) -> set[KernelSpec]:
     """Return the kernels of calls that differ in all but the shape that the command takes."""
     needed: set[KernelSpec] = set()
-    alignments = (16, dtype_bytes(shape.bank_dtype))
+    alignments = [n for n in (2, 4, 8, 16) if n >= dtype_bytes(shape.bank_dtype)]
     for streams, index, alignment in product((1, 3, 200), INDEX_DTYPES, alignments):
         call = replace(shape, streams=streams, tokens=300, index_dtype=index, alignment=alignment)
         plans = [plan_forward(replace(call, training=False), device, one) for one in (None, "stepwise")]

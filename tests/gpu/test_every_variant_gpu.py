@@ -77,6 +77,7 @@ def test_stepwise(dtype: torch.dtype, columns: int, chunk: int) -> None:
                 assert_same_bits(f"{snapshot}: {name}", found[name], want)
 
 
+@pytest.mark.usefixtures("clusters")
 @pytest.mark.parametrize("chunk", [16, 80])
 @pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
@@ -87,6 +88,7 @@ def test_persistent(dtype: torch.dtype, columns: int, chunk: int) -> None:
             assert_same_bits(f"{snapshot}: {name}", found[name], want)
 
 
+@pytest.mark.usefixtures("schedule_runs")
 @pytest.mark.parametrize("schedule", ["stepwise", "persistent"])
 @pytest.mark.parametrize("chunk", [16, 80])
 @pytest.mark.parametrize("columns", COLUMNS)
@@ -117,6 +119,7 @@ def test_streams_of_one_bank(columns: int) -> None:
         assert torch.isfinite(tensor).all(), name
 
 
+@pytest.mark.usefixtures("clusters")
 @pytest.mark.parametrize("snapshot", QUANTIZED)
 def test_persistent_walks_of_one_step_of_two_and_of_all(
     snapshot: str, monkeypatch: pytest.MonkeyPatch
@@ -131,6 +134,7 @@ def test_persistent_walks_of_one_step_of_two_and_of_all(
             assert_same_bits(f"{steps} steps: {name}", found[name], x)
 
 
+@pytest.mark.usefixtures("schedule_runs")
 @pytest.mark.parametrize("schedule", ["stepwise", "persistent"])
 @pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("dtype", HALF, ids=str)

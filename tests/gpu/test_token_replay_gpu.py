@@ -475,7 +475,9 @@ def test_an_edited_kernel_is_used(tmp_path: Any, monkeypatch: pytest.MonkeyPatch
     sides.warm()
     monkeypatch.setattr(token_replay, "SECONDS_BETWEEN_LOOKS", 0)
     monkeypatch.setenv("SDM_RT_KERNELS", str(folder))
+    monkeypatch.setenv("SDM_RT_CACHE_DIR", str(tmp_path / "cache"))  # empty, whatever ran here before
     with (folder / "decode.cu").open("a") as file:
         file.write("// edited\n")
+    os.utime(folder / "decode.cu", (2, 2))  # a file of this moment would be read at every call
     sides.step(False)  # the plain call loads the edited kernel first
     sides.warm()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -106,6 +107,8 @@ def test_working_memory_does_not_grow_with_the_tokens() -> None:
     def peak(tokens: int) -> int:
         case = Case(2, tokens, 64, 32, 256, 4096)
         inputs = make_inputs(case, torch.device("cuda"))
+        gc.collect()
+        torch.cuda.empty_cache()  # else blocks are counted as large as earlier calls left them
         with torch.no_grad():
             torch.cuda.synchronize()
             before = torch.cuda.memory_allocated()

@@ -16,6 +16,7 @@ from tests.validation import (
     fingerprint,
     main,
     read_junit,
+    read_reports,
     record,
     record_name,
     save,
@@ -96,6 +97,16 @@ def test_junit_counts(tmp_path: Path) -> None:
     failed = '<testcase classname="tests.gpu.x" name="e"><failure message="no"/></testcase>'
     report.write_text(JUNIT.format(name="abc", more=failed))
     assert read_junit(report, "abc") == Counts(passed=3, failed=1, skipped=1, gpu_passed=2)
+
+
+@pytest.mark.parametrize("order", [("run", "alone"), ("alone", "run")])
+def test_a_test_that_failed_elsewhere_is_not_hidden_by_a_skip(tmp_path: Path, order: tuple[str, str]) -> None:
+    (tmp_path / "run.xml").write_text(JUNIT.format(name="abc", more=""))
+    failed = '<testcase classname="tests.gpu.test_decode" name="d"><failure message="no"/></testcase>'
+    alone = f'<testsuites><testsuite name="abc">{failed}</testsuite></testsuites>'
+    (tmp_path / "alone.xml").write_text(alone)
+    counts, repeated = read_reports([tmp_path / f"{name}.xml" for name in order], "abc")
+    assert (counts, repeated) == (Counts(passed=3, failed=1, gpu_passed=2), [])
 
 
 def test_the_suite_marks_its_gpu_tests_in_the_report(request: pytest.FixtureRequest) -> None:

@@ -8,6 +8,7 @@ import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -168,6 +169,32 @@ def test_an_edit_whose_compile_was_stopped_is_not_lost(
     assert not kernels.are_current([SPEC], first)
     kernels.load(SPEC, HOPPER)
     assert FakeModule.loaded[0] != FakeModule.loaded[1]
+
+
+def test_what_was_just_edited_and_loaded_is_loaded(kernels: Kernels, sources: Path) -> None:
+    kernels.load(SPEC, HOPPER)
+    (sources / "small.cuh").write_text(SMALL_CUH.replace("SCALE * x", "SCALE + x"))
+    assert not kernels.is_loaded(SPEC, HOPPER)
+    kernels.load(SPEC, HOPPER)
+    assert kernels.is_loaded(SPEC, HOPPER)
+    time.sleep(2e-9 * SETTLED_NS)
+    assert kernels.is_loaded(SPEC, HOPPER)
+    first = kernels.generation
+    (sources / "small.cuh").write_text(SMALL_CUH.replace("SCALE * x", "SCALE - x"))
+    assert not kernels.is_loaded(SPEC, HOPPER)
+    time.sleep(2e-9 * SETTLED_NS)
+    assert not kernels.is_loaded(SPEC, HOPPER)
+    assert not kernels.are_current([SPEC], first)  # the look did not pass for a load
+    (sources / "small.cuh").unlink()
+    assert not kernels.is_loaded(SPEC, HOPPER)
+
+
+def test_errors_name_the_file_whose_name_ends_like_another(tmp_path: Path) -> None:
+    files = (tmp_path / "rows.cuh", tmp_path / "walk_back_rows.cuh", tmp_path / "a.cu")
+    source = SimpleNamespace(files=files)
+    log = 'rows.cuh(3): error: x\nwalk_back_rows.cuh(288): error: f(int) in "a.cu(1)"\na.cu(7): warning'
+    expected = f'{files[0]}(3): error: x\n{files[1]}(288): error: f(int) in "a.cu(1)"\n{files[2]}(7): warning'
+    assert compile_module.with_paths(log, source) == expected  # type: ignore[arg-type]
 
 
 def loaded_and_edited(kernels: Kernels, sources: Path) -> int:

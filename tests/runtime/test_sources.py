@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -88,6 +89,17 @@ def test_an_edit_is_seen_even_within_one_tick_of_file_times(sources: Path) -> No
     assert len(edited) == len(SMALL_CUH)
     (sources / "small.cuh").write_text(edited)
     assert not tree.is_current(SPEC)
+    assert tree.source(SPEC).digest != first.digest
+
+
+def test_a_file_of_a_clock_that_is_ahead_is_read_once(sources: Path) -> None:
+    ahead = time.time() + 86400
+    for path in sources.iterdir():
+        os.utime(path, (ahead, ahead))
+    tree = SourceTree()
+    first = tree.source(SPEC)
+    assert tree.source(SPEC) is first
+    (sources / "small.cuh").write_text(SMALL_CUH.replace("SCALE * x", "SCALE + x"))
     assert tree.source(SPEC).digest != first.digest
 
 

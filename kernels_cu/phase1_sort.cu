@@ -15,7 +15,7 @@
 // Reads   k_idx [rows, W], q_idx [rows, R], lengths, cu_seqlens (chunk.cuh).
 // Writes  payload, sorted_slots [chunks, payload_row(C, W, R)]: the sorted entries, and the slots of those that are
 //         valid. Scratch, unless IN_SHARED: sort_scratch [gridDim.x, 2, C (W + R)].
-// Shared  static: one counter for each digit and warp. Dynamic, if IN_SHARED: 2 C (W + R) items.
+// Shared  static: one counter for each digit and warp, two sums for each warp. Dynamic, if IN_SHARED: 2 C (W + R) items.
 #include "chunk.cuh"
 #include "entries.cuh"
 #include "peers.cuh"

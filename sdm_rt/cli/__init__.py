@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -15,7 +16,7 @@ __all__ = ["main"]
 
 COMMANDS: dict[str, str] = {
     "demo": "train a small byte-level language model on real text",
-    "doctor": "say what works, what is missing and the command that fixes it",
+    "doctor": "say what works, what is missing and how to get it",
     "precompile": "compile kernels ahead of time, without a GPU",
     "cache": "list or clear the compile cache",
     "bench": "measure an op on this machine's GPU",
@@ -35,5 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name in words[:1]:
             importlib.import_module(f"sdm_rt.cli.{name}").add_arguments(subparser)
     arguments = parser.parse_args(words)
-    status: int = importlib.import_module(f"sdm_rt.cli.{arguments.command}").run(arguments)
+    try:
+        status: int = importlib.import_module(f"sdm_rt.cli.{arguments.command}").run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as head, has left; Python flushes once more as it exits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return status

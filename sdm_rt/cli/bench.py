@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -70,6 +71,7 @@ PHASES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
 OPTIONS: dict[str, tuple[str, ...]] = {
     "case": ("forward", "training", "accuracy"),
     "schedule": ("forward", "training", "accuracy"),
+    "kernels": ("forward", "training"),
     "no_start": ("decode",),
 }
 
@@ -98,6 +100,12 @@ def run(arguments: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         print("sdm-rt bench: PyTorch finds no CUDA GPU; `sdm-rt doctor` says more", file=sys.stderr)
         return 1
+    if arguments.json is not None:
+        try:
+            _require_writable(arguments.json)
+        except OSError as error:
+            print(f"sdm-rt bench: {error}", file=sys.stderr)
+            return 1
     gpu = device.gpu(torch.cuda.current_device())
     print(f"{gpu.name}, torch {torch.__version__}")
     record = heading(arguments.phase, gpu.name)
@@ -105,6 +113,14 @@ def run(arguments: argparse.Namespace) -> int:
         record["schedule"] = arguments.schedule
     record |= PHASES[arguments.phase](arguments)
     if arguments.json is not None:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return 0
+
+
+def _require_writable(path: Path) -> None:
+    """Make the file's folder and raise OSError where the file cannot be written; leave the file as it was."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    existed = os.path.lexists(path)
+    path.open("a").close()
+    if not existed:
+        path.unlink()

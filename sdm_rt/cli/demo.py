@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import io
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -29,6 +30,7 @@ SIZES = {
     "slots": "slots of an SDM head, a square number",
     "seed": "of initial weights, data order and sample",
 }
+THREADS_PER_CORE = 4  # more threads than any machine profits from; PyTorch crashes on very many
 WRONG_RESULT, WRONG_USE, INTERRUPTED = 1, 2, 130
 
 
@@ -75,8 +77,9 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         _require_packages()
         device = _device(arguments.device)
-        if arguments.threads < 1:
-            raise DemoError(f"--threads: expected at least 1, got {arguments.threads}")
+        most = THREADS_PER_CORE * (os.cpu_count() or 1)
+        if not 1 <= arguments.threads <= most:
+            raise DemoError(f"--threads: expected from 1 to {most}, got {arguments.threads}")
         torch.set_num_threads(arguments.threads)
         from sdm_rt.demo.experiment import Request, perform
         from sdm_rt.demo.training import StoppedError

@@ -1,4 +1,4 @@
-"""``sdm-rt doctor``: what works, what is missing for the GPU path, and the command that fixes it."""
+"""``sdm-rt doctor``: what works, what is missing for the GPU path, and how to get it."""
 
 from __future__ import annotations
 

@@ -43,7 +43,9 @@ from sdm_rt.plan.shapes import (
     dtype_bytes,
 )
 from sdm_rt.plan.topk import TopkShape, topk_kernel
+from sdm_rt.runtime.dependencies import load_nvrtc
 from sdm_rt.runtime.kernel import KernelSpec
+from sdm_rt.runtime.nvrtc import nvrtc_version
 from sdm_rt.runtime.precompile import precompile
 
 __all__ = ["add_arguments", "kernels_of", "run"]
@@ -92,15 +94,17 @@ class CallShape(NamedTuple):
 
 
 def _shape(text: str) -> CallShape:
-    words = dict(word.split("=", 1) for word in text.replace(" ", "").split(",") if "=" in word)
-    factors = words.pop("factors", None)
-    dtype = words.pop("dtype", BANK_DTYPES[0])
-    words = {"C": "64", "S": "65536"} | words
-    if set(words) != {"W", "R", "D", "C", "S"} or not all(value.isdecimal() for value in words.values()):
+    words = [word.partition("=") for word in text.replace(" ", "").split(",")]
+    given = {name: value for name, equals, value in words if equals}
+    unclear = len(given) < len(words)  # a word without "=", or a name given twice
+    factors = given.pop("factors", None)
+    dtype = given.pop("dtype", BANK_DTYPES[0])
+    sizes = {"C": "64", "S": "65536"} | given
+    if unclear or set(sizes) != set("WRDCS") or not all(value.isdecimal() for value in sizes.values()):
         raise argparse.ArgumentTypeError(
             f"expected W=..,R=..,D=..[,C=..][,S=..][,dtype=..][,factors=..x..], got {text!r}"
         )
-    W, R, D, C, S = (int(words[name]) for name in "WRDCS")
+    W, R, D, C, S = (int(sizes[name]) for name in "WRDCS")
     try:
         return CallShape(WriteReadShape(1, 1, C, W, R, D, S, bank_dtype=dtype), _factors(factors, S))
     except ValueError as error:
@@ -113,7 +117,7 @@ def _factors(text: str | None, slots: int) -> tuple[int, ...]:
         root = isqrt(slots)
         return (root, root) if root * root == slots else ()
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text) or prod(map(int, text.split("x"))) != slots:
-        raise ValueError(f"factors: expected widths with the product S = {slots}, as 16x16, got {text!r}")
+        raise ValueError(f"factors: expected widths ..x.. with the product S = {slots}, got {text!r}")
     return tuple(map(int, text.split("x")))
 
 
@@ -189,6 +193,10 @@ def run(arguments: argparse.Namespace) -> int:
                 f"factors that a layer has, factors=..x.."
             )
     try:
+        known = {f"sm_{number}" for number in load_nvrtc().getSupportedArchs()}
+        for target in arguments.arch:
+            if target not in known:
+                raise KernelCompileError("NVRTC {}.{} knows no target {}".format(*nvrtc_version(), target))
         for target in dict.fromkeys(arguments.arch):
             specs = [spec for one in arguments.shape for spec in kernels_of(one, target)]
             for spec, _, path, built in precompile(dict.fromkeys(specs), [target], arguments.output):

@@ -79,6 +79,8 @@ class DemoConfig:
             raise DemoError(f"sdm_layers must be from 0 to layers = {self.layers}, got {self.sdm_layers}")
         if self.text_bytes < 0:
             raise DemoError(f"text_bytes must be at least 0, got {self.text_bytes}")
+        if not -(2**63) <= self.seed < 2**64:
+            raise DemoError(f"seed must be from -2**63 to 2**64 - 1, got {self.seed}")
         if self.seq_len < 2:
             raise DemoError(f"seq_len must be at least 2, got {self.seq_len}")
         if math.isqrt(max(0, self.slots)) ** 2 != self.slots or self.slots < 1:

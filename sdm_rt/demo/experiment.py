@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from sdm_rt.demo.checkpoint import load_checkpoint
 from sdm_rt.demo.config import DemoConfig
@@ -80,7 +79,13 @@ def perform(request: Request) -> bool:
         "the validation text under the byte frequencies of the training text"
     )
 
-    runs = {with_sdm: _trained(config, corpus, windows, with_sdm, request) for with_sdm in (True, False)}
+    runs = {with_sdm: _prepared(config, corpus, with_sdm, request) for with_sdm in (True, False)}
+    if not request.resume:
+        for name in CHECKPOINTS.values():
+            (request.out / name).unlink(missing_ok=True)
+    for with_sdm, run in runs.items():
+        with StopOnInterrupt() as stop, ProgressBar(NAMES[with_sdm], config.steps, run.step) as progress:
+            train(run, windows, request.out / CHECKPOINTS[with_sdm], progress, stop)
     sdm, baseline = runs[True], runs[False]
     slot_use = count_slot_use(sdm.model, windows, config.batch)
     draw(request.out / "curves.png", sdm.history, baseline.history, unigram, slot_use)
@@ -113,7 +118,7 @@ def perform(request: Request) -> bool:
 
 
 def _started(request: Request) -> tuple[DemoConfig, Path | None]:
-    """Return what to run anew; an unfinished run in the folder is an error, a finished one is replaced."""
+    """Return what to run anew; an unfinished run in the folder is an error."""
     config = DemoConfig(**request.sizes)
     found = [request.out / name for name in CHECKPOINTS.values() if (request.out / name).exists()]
     done = [_steps_done(path) for path in found]
@@ -123,8 +128,6 @@ def _started(request: Request) -> tuple[DemoConfig, Path | None]:
             f"{request.out} holds an unfinished run ({found[-1].name} at step {steps} of {total}): "
             "continue it with --resume, choose another folder with --out, or delete it"
         )
-    for path in found:
-        path.unlink()
     return config, request.text
 
 
@@ -144,15 +147,12 @@ def _resumed(request: Request) -> tuple[DemoConfig, Path | None]:
     return DemoConfig(**content["config"]), request.text or (Path(saved) if saved else None)
 
 
-def _trained(
-    config: DemoConfig, corpus: Corpus, windows: Tensor, with_sdm: bool, request: Request
-) -> TrainingRun:
+def _prepared(config: DemoConfig, corpus: Corpus, with_sdm: bool, request: Request) -> TrainingRun:
+    """Return a new run, or the one in the folder when resuming."""
     run = TrainingRun(config, corpus, with_sdm, request.device)
     path = request.out / CHECKPOINTS[with_sdm]
-    if path.exists():
+    if request.resume and path.exists():
         run.load(path)
-    with StopOnInterrupt() as stop, ProgressBar(NAMES[with_sdm], config.steps, run.step) as progress:
-        train(run, windows, path, progress, stop)
     return run
 
 

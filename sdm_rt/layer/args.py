@@ -153,8 +153,14 @@ class SparseDeltaMemoryArgs:
         check_activation("write_act", self.write_act)
         for name in ("read_act_scale", "write_act_scale", "norm_eps"):
             _check_finite(name, getattr(self, name))
-        if self.norm_eps < 0:
-            raise ValueError(f"norm_eps: expected a value at least 0, got {self.norm_eps}")
+        if self.norm_eps <= 0:  # readings of an empty bank are 0
+            raise ValueError(f"norm_eps: expected a value above 0, got {self.norm_eps}")
+        for act, scale in (("read_act", "read_act_scale"), ("write_act", "write_act_scale")):
+            if getattr(self, act) != "Softmax" and getattr(self, scale) != 1.0:
+                raise ValueError(
+                    f"{scale}: expected 1.0 with {act}={getattr(self, act)!r}, which takes no scale, got "
+                    f"{getattr(self, scale)}"
+                )
         self._check_init_range()
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):

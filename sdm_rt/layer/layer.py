@@ -287,7 +287,8 @@ class SparseDeltaMemory(nn.Module):
             On a GPU, RuntimeErrors of the ops: a part of the GPU path is missing, or a kernel cannot be
             compiled; see :func:`~sdm_rt.sdm_write_read`.
         RuntimeError
-            On a GPU: a compute capability below 8.0, or a first call of its kind inside a CUDA graph capture.
+            PyTorch's own, where a projection does not take the dtype of ``x``. On a GPU: a compute capability
+            below 8.0, or a first call of its kind inside a CUDA graph capture.
             Inside a transform of ``torch.func``; a ``cache`` made under ``torch.inference_mode()`` in a call
             that needs a backward. From a backward: the bank of the call was changed in
             between, or ran backward before.
@@ -362,6 +363,8 @@ class SparseDeltaMemory(nn.Module):
         """Check the arguments of a call; return where its tokens lie."""
         if not isinstance(x, Tensor):
             raise TypeError(f"x: expected a torch.Tensor, got {type(x).__name__}")
+        if not x.is_floating_point():
+            raise TypeError(f"x: expected a floating-point dtype, got {x.dtype}")
         if x.dim() not in (2, 3) or x.shape[-1] != self.args.dim:
             raise ValueError(
                 f"x: expected shape [B, T, dim] or [N, dim] with dim = {self.args.dim}, got {list(x.shape)}"

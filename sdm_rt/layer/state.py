@@ -100,8 +100,9 @@ class SDMLayerState(Cache):
                 "layer; create the state by create_kv_cache(..., initial_memory=layer.memory.full_tensor())"
             )
         rows = self._initial.shape[0]
-        for start in range(0, self.memory.shape[0], max(rows, 1)):
-            self.memory[start : start + rows].copy_(self._initial)
+        if rows:
+            banks = self.memory.unflatten(0, (self.memory.shape[0] // rows, rows))  # type: ignore[no-untyped-call]
+            banks.copy_(self._initial)
         self._seq_len = 0
 
     def update_(self, new_memory: Tensor, seq_len: int = 1) -> None:

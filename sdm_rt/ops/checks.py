@@ -32,6 +32,7 @@ __all__ = [
     "check_int",
     "check_no_derivatives",
     "check_no_gradient",
+    "check_no_tangents",
     "check_one_device",
     "check_plain",
     "check_sequence",
@@ -60,12 +61,13 @@ def _dtype_names(dtypes: tuple[torch.dtype, ...]) -> str:
 
 def check_int(name: str, value: Any, low: int, high: int | None) -> int:
     """Return ``value`` where it is an int of [low, high]; TypeError or ValueError naming the argument."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    # torch.SymInt stands for an int whose value an export leaves open.
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
     if value < low or (high is not None and value > high):
         wanted = f"at least {low}" if high is None else f"in {low}..{high}"
         raise ValueError(f"{name}: expected a value {wanted}, got {value}")
-    return value
+    return value  # type: ignore[return-value]
 
 
 def check_sequence(name: str, value: Any) -> tuple[Any, ...]:
@@ -119,14 +121,21 @@ def check_no_derivatives(op: str, tensors: Mapping[str, Tensor]) -> None:
             f"{op}: torch.func transforms (vmap, grad and others) are not supported; batch by streams and "
             f"differentiate with torch.autograd"
         )
-    if forward_ad._current_level >= 0:
-        for name, tensor in tensors.items():
-            if forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
-                raise RuntimeError(f"{name}: has a tangent, and {op} has no forward-mode derivative")
+    check_no_tangents(op, tensors)
+
+
+def check_no_tangents(op: str, tensors: Mapping[str, Tensor]) -> None:
+    """RuntimeError naming the tensor that has a forward-mode tangent; a compile does not show them."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    for name, tensor in tensors.items():
+        if forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
+            raise RuntimeError(f"{name}: has a tangent, and {op} has no forward-mode derivative")
 
 
 def check_no_gradient(op: str, tensors: dict[str, Tensor]) -> None:
-    """RuntimeError where grad mode is on and one of ``tensors`` requires grad: ``op`` has no gradient."""
+    """RuntimeError for a tangent, and where grad mode is on and one of ``tensors`` requires grad."""
+    check_no_tangents(op, tensors)
     if not torch.is_grad_enabled():
         return
     for name, tensor in tensors.items():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sdm_rt.cpu import topk as definition
-from sdm_rt.ops.checks import BANK_DTYPES, check_int, check_sequence
+from sdm_rt.ops.checks import BANK_DTYPES, check_int, check_no_tangents, check_sequence
 from sdm_rt.ops.counters import record_definition
 from sdm_rt.ops.library import define, differentiable_once, is_traced
 from sdm_rt.ops.topk_launch import (
@@ -108,6 +108,7 @@ def select_slots(raw: Tensor, factors: tuple[int, ...], k: int) -> tuple[Tensor,
     TypeError
         For float64 scores on a GPU.
     """
+    check_no_tangents("product_key_topk", {"raw": raw})
     if raw.is_cuda:
         if raw.dtype == torch.float64:
             raise TypeError(

@@ -28,6 +28,8 @@ class _WriteRead(torch.autograd.Function):
         *tensors: Tensor,
     ) -> Any:
         ctx.shapes = [x.shape for x in tensors[: len(TOKEN_TENSORS)]]
+        # Inference tensors cannot be saved for the backward.
+        tensors = tuple(x.clone() if x.is_inference() else x for x in tensors)
         # [rows, *] of what has gaps between tokens: a view, or a copy that the backward takes too.
         tensors = tuple(x if x.dim() < 3 or x.is_contiguous() else x.flatten(0, 1) for x in tensors)
         tokens, streams = tensors[: len(TOKEN_TENSORS)], tensors[len(TOKEN_TENSORS) :]

@@ -79,6 +79,7 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     [
         ("--phase layer --case small", "--case is of forward, training, accuracy, not of layer"),
         ("--phase decode --schedule stepwise", "--schedule is of forward, training, accuracy, not of decode"),
+        ("--phase layer --kernels", "--kernels is of forward, training, not of layer"),
         ("--phase start --no-start", "--no-start is of decode, not of start"),
     ],
 )
@@ -99,6 +100,35 @@ def test_a_record_says_what_ran(gpu: list[argparse.Namespace], tmp_path: Path) -
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", written["date"])
     assert written["fingerprint"] == record.fingerprint()
     assert written["start"] == {"step_ms": 1.5}
+
+
+@pytest.mark.parametrize("name", ["file/new.json", "."])
+def test_a_record_that_cannot_be_written_is_told_before_measuring(
+    name: str, gpu: list[argparse.Namespace], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert main(["bench", "--phase", "start", "--json", str(tmp_path / name)]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert re.fullmatch(r"sdm-rt bench: \[Errno \d+\] .*\n", printed.err)
+    assert gpu == []
+
+
+def test_a_failed_phase_leaves_the_file_as_it_was(
+    gpu: list[argparse.Namespace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "records"
+
+    def fail(arguments: argparse.Namespace) -> dict[str, object]:
+        assert folder.is_dir()
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setitem(bench.PHASES, "start", fail)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            main(["bench", "--phase", "start", "--json", str(folder / "new.json")])
+        assert [path.read_text() for path in folder.iterdir()] in ([], ["{}"])
+        (folder / "new.json").write_text("{}")
 
 
 def test_a_forced_schedule_is_recorded(gpu: list[argparse.Namespace], tmp_path: Path) -> None:

@@ -237,7 +237,16 @@ class TestModel:
 
     @pytest.mark.parametrize(
         "sizes",
-        [{"steps": 0}, {"seq_len": 1}, {"dim": 20}, {"slots": 1000}, {"sdm_layers": 3}, {"text_bytes": -1}],
+        [
+            {"steps": 0},
+            {"seq_len": 1},
+            {"dim": 20},
+            {"slots": 1000},
+            {"sdm_layers": 3},
+            {"text_bytes": -1},
+            {"seed": 2**64},
+            {"seed": -(2**63) - 1},
+        ],
     )
     def test_sizes_out_of_range_are_named(self, sizes: dict[str, int]) -> None:
         (name,) = sizes
@@ -439,6 +448,13 @@ class TestCommand:
             == report["with_sdm"]["losses"]
         )
 
+        # A request that cannot be met leaves it alone.
+        for wrong in (["--text", tmp_path / "mistyped"], ["--text", text_folder, "--seed", 2**64]):
+            status, _, _ = self.run(capsys, "--out", out, *wrong)
+            assert status == 2
+            for name in experiment.CHECKPOINTS.values():
+                assert len(load_checkpoint(out / name)["history"]["losses"]) == 4
+
     def test_prints_to_an_ascii_terminal(self, text_folder: Path, tmp_path: Path) -> None:
         words = ["--text", str(text_folder), "--out", str(tmp_path / "run"), *SMALL_OPTIONS]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "ascii"}
@@ -526,9 +542,20 @@ class TestCommand:
         for words in ((), ("--threads", "2")):
             assert self.run(capsys, "--text", tmp_path / "missing", "--out", tmp_path / "out", *words)[0] == 2
         assert asked == [1, 2]
-        status, _, complaint = self.run(capsys, "--threads", "0", "--out", tmp_path / "out")
+        most = 4 * (os.cpu_count() or 1)
+        for wrong in (0, most + 1, 99999):
+            status, _, complaint = self.run(capsys, "--threads", wrong, "--out", tmp_path / "out")
+            assert status == 2
+            assert complaint == f"sdm-rt demo: --threads: expected from 1 to {most}, got {wrong}\n"
+        assert asked == [1, 2]
+
+    def test_a_seed_beyond_pytorchs_is_one_line(
+        self, text_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        words = ["--text", text_folder, "--out", tmp_path / "out", "--seed", 10**23]
+        status, _, complaint = self.run(capsys, *words)
         assert status == 2
-        assert "--threads: expected at least 1, got 0" in complaint
+        assert complaint == f"sdm-rt demo: seed must be from -2**63 to 2**64 - 1, got {10**23}\n"
 
     def test_missing_packages_are_one_error(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from sdm_rt.cli import doctor, machine, main
 from sdm_rt.cli import precompile as precompile_command
 from sdm_rt.cli.precompile import CallShape, kernels_of
+from sdm_rt.errors import KernelCompileError
 from sdm_rt.plan.backward import plan_backward
 from sdm_rt.plan.decode import decode_kernel
 from sdm_rt.plan.device import PRESETS, DeviceModel, preset
@@ -114,14 +116,21 @@ def test_every_kernel_of_a_call_is_precompiled(device: str, dtype: str, chunk: i
         (["--arch", "90", "--shape", SHAPE], "expected a target from sm_80 on"),
         (["--arch", "sm_90", "--shape", "W=4,R=4"], r"expected W=..,R=..,D=..[,C=..][,S=..][,dtype=..]"),
         (["--arch", "sm_90", "--shape", "W=4,R=4,D=x"], r"expected W=..,R=..,D=..[,C=..][,S=..][,dtype=..]"),
+        (["--arch", "sm_90", "--shape", f"{SHAPE},C"], r"expected W=..,R=..,D=..[,C=..][,S=..][,dtype=..]"),
+        (["--arch", "sm_90", "--shape", f"{SHAPE},S64"], r"expected W=..,R=..,D=..[,C=..][,S=..][,dtype=..]"),
+        (["--arch", "sm_90", "--shape", f"{SHAPE},W=5"], r"expected W=..,R=..,D=..[,C=..][,S=..][,dtype=..]"),
+        (
+            ["--arch", "sm_90", "--shape", f"{SHAPE},dtype=float16"],
+            r"expected W=..,R=..,D=..[,C=..][,S=..][,dtype=..]",
+        ),
         (["--arch", "sm_90", "--shape", "W=257,R=4,D=8"], "writes must be in 1..256"),
         (
             ["--arch", "sm_90", "--shape", f"{SHAPE},factors=10x11"],
-            "factors: expected widths with the product S",
+            "factors: expected widths ..x.. with the product S = 100, got '10x11'",
         ),
         (
             ["--arch", "sm_90", "--shape", f"{SHAPE},factors=ten"],
-            "factors: expected widths with the product S",
+            "factors: expected widths ..x.. with the product S = 100, got 'ten'",
         ),
         (["--arch", "sm_90", "--shape", "W=4,R=4,D=8,dtype=float64"], "bank_dtype must be one of"),
         (["--arch", "sm_90"], "--shape"),
@@ -159,7 +168,7 @@ def test_a_shape_without_factors_is_told(
     ("arch", "output", "message"),
     [
         ("sm_90", "file", "File exists"),
-        ("sm_999", "out", "decode.cu does not compile for sm_999"),
+        ("sm_999", "out", "knows no target sm_999"),
     ],
 )
 def test_what_stops_precompile_is_told_without_a_traceback(
@@ -174,9 +183,31 @@ def test_what_stops_precompile_is_told_without_a_traceback(
     (tmp_path / "file").touch()
     words = ["precompile", "--arch", arch, "--shape", SHAPE, "--output", str(tmp_path / output)]
     assert main(words) == 1
-    assert capsys.readouterr().err.startswith("sdm-rt precompile: ")
+    told = capsys.readouterr().err
+    assert told.startswith("sdm-rt precompile: ")
+    assert message in told
+    assert told.count("\n") == 1
+
+
+def test_a_kernel_that_does_not_compile_is_told_without_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*of: object) -> None:
+        raise KernelCompileError("decode.cu does not compile for sm_90:\nthe log")
+
+    monkeypatch.setattr(precompile_command, "precompile", refuse)
+    words = ["precompile", "--arch", "sm_90", "--shape", SHAPE, "--output", str(tmp_path)]
     assert main(words) == 1
-    assert message in capsys.readouterr().err
+    assert capsys.readouterr().err == "sdm-rt precompile: decode.cu does not compile for sm_90:\nthe log\n"
+
+
+def test_the_page_counts_the_kernel_files_of_its_command() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "runtime.md").read_text(encoding="utf-8")
+    shape = re.search(r"sdm-rt precompile .*--shape (\S+)", page)
+    assert shape is not None
+    for target in ("sm_80", "sm_90"):
+        files = set(kernels_of(precompile_command._shape(shape[1]), target))
+        assert re.search(rf"\b{len(files)}\b[\w ]* for {target}\b", page)
 
 
 def fill(folder: Path, monkeypatch: pytest.MonkeyPatch) -> cache.Entry:

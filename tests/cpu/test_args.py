@@ -83,7 +83,12 @@ def test_derived_values():
             {"snapshot_quant": "fp4"},
             "snapshot_quant: expected one of 'none', 'bf16', 'fp8', 'int4', got 'fp4'",
         ),
-        ({"norm_eps": -1e-6}, "norm_eps: expected a value at least 0, got -1e-06"),
+        ({"norm_eps": -1e-6}, "norm_eps: expected a value above 0, got -1e-06"),
+        ({"norm_eps": 0.0}, "norm_eps: expected a value above 0, got 0.0"),
+        (
+            {"write_act": "l2_normalize", "write_act_scale": 2.0},
+            "write_act_scale: expected 1.0 with write_act='l2_normalize', which takes no scale, got 2.0",
+        ),
         ({"read_act_scale": float("nan")}, "read_act_scale: expected a finite number, got nan"),
         ({"A_init_range": (2.0, 1.0)}, "A_init_range: expected 0 <= low <= high, got (2.0, 1.0)"),
         ({"A_init_range": (-1.0, 1.0)}, "A_init_range: expected 0 <= low <= high, got (-1.0, 1.0)"),

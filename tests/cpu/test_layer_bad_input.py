@@ -15,6 +15,12 @@ from tests.layer_reference import make_layer
     [
         ([1.0], {}, TypeError, "x: expected a torch.Tensor, got list"),
         (
+            torch.zeros(2, 3, 12, dtype=torch.int64),
+            {},
+            TypeError,
+            "x: expected a floating-point dtype, got torch.int64",
+        ),
+        (
             torch.zeros(12),
             {},
             ValueError,

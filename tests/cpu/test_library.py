@@ -336,6 +336,25 @@ def test_an_exported_layer_has_the_bits_of_the_eager_one(strict: bool) -> None:
         assert_same_bits("output", exported.module()(x), model(x))
 
 
+@pytest.mark.parametrize("dynamic", [{0: torch.export.Dim.AUTO}, {1: torch.export.Dim.AUTO}], ids=["B", "T"])
+def test_an_exported_layer_takes_other_sizes(dynamic: dict[int, Any]) -> None:
+    class Outputs(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = make_layer(torch.float32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x)[0]
+
+    model, sizes = Outputs(), [2, 7]
+    with torch.no_grad():
+        exported = torch.export.export(model, (torch.randn(2, 7, 12),), dynamic_shapes={"x": dynamic})
+        for at in dynamic:
+            sizes[at] += 4
+        x = torch.randn(*sizes, 12)
+        assert_same_bits("output", exported.module()(x), model(x))
+
+
 # Shapes without values, on a machine without a GPU.
 def on(device: str, x: Tensor, requires_grad: bool) -> Tensor:
     return torch.empty(

@@ -62,6 +62,17 @@ def test_reset_repeats_the_initial_rows_and_follows_them():
     assert torch.equal(state[0], torch.cat([initial, initial]).detach().bfloat16())
 
 
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_reset_is_one_copy(rows):
+    memory = torch.randn(4, 40).t()  # strided
+    state = SDMLayerState(memory, initial=torch.randn(rows, 4))
+    with torch.profiler.profile() as profile:
+        state.reset()
+    copies = [event.count for event in profile.key_averages() if event.key == "aten::copy_"]
+    assert copies == [1]
+    assert torch.equal(memory, state._initial.repeat(40 // rows, 1))
+
+
 @pytest.mark.parametrize("learned", [True, False])
 def test_states_of_a_layer_reset_to_its_initial_bank(learned):
     layer = SparseDeltaMemory(SparseDeltaMemoryArgs(**SHAPE, backprop_on_memory=learned), 0)

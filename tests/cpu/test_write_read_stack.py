@@ -15,7 +15,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from sdm_rt import sdm_decode_step, sdm_write_read
+from sdm_rt import phase1_forward, product_key_topk, sdm_decode_step, sdm_write_read, wy_solve
 from tests.problems import GRADIENTS, Problem, Result, make_problem, run_op
 from tests.tolerances import assert_same_bits
 
@@ -74,6 +74,43 @@ def test_a_bank_of_inference_mode_and_a_backward() -> None:
     with torch.no_grad():
         sdm_write_read(bank, **arguments, **problem.options())
     assert_same_bits("the advanced bank", bank, out[1])
+
+
+@pytest.mark.parametrize("return_final_bank", [False, True])
+@pytest.mark.parametrize("name", ["k_idx", "beta", "q_idx", "lengths"])
+def test_operands_of_inference_mode_and_a_backward(name: str, return_final_bank: bool) -> None:
+    problem = make_problem(2, 7, 3, 4, 5, 8, lengths=(7, 3))
+    arguments = problem.inputs() | problem.options()
+    found = []
+    for inference in (False, True):
+        with torch.inference_mode(inference):
+            operand = arguments[name].clone()
+        bank, leaf = problem.memory.clone(), problem.v.clone().requires_grad_()
+        given = arguments | {name: operand, "v": leaf}
+        out = sdm_write_read(bank, **given, return_final_bank=return_final_bank)
+        readings, final = out if return_final_bank else (out, bank.clone())
+        readings.backward(problem.grad_readings.flatten(0, 1))
+        found.append((readings, final, leaf.grad))
+    for what, got, want in zip(("readings", "bank", "gradient of v"), *reversed(found), strict=True):
+        assert_same_bits(what, got, want)
+
+
+@pytest.mark.parametrize("mode", [nullcontext, lambda: FlopCounterMode(display=False)])
+def test_forward_mode_derivatives_of_the_other_ops_are_refused(mode: Callable[[], Any]) -> None:
+    index, one = torch.zeros(1, 4, 2, dtype=torch.int32), torch.ones(1, 4, 2)
+    gates, square = torch.zeros(1, 4, 1), torch.zeros(1, 4, 4)
+    calls: dict[str, Callable[[Tensor], Any]] = {
+        "raw": lambda x: product_key_topk(x, (3, 3), 2),
+        "g": lambda x: phase1_forward(index, index, one, one, x),
+        "beta": lambda x: wy_solve(square, x, square),
+    }
+    inputs = {"raw": torch.randn(5, 6), "g": gates, "beta": torch.ones(1, 4)}
+    for name, call in calls.items():
+        call(inputs[name])
+        with forward_ad.dual_level(), mode():
+            dual = forward_ad.make_dual(inputs[name], torch.ones_like(inputs[name]))
+            with pytest.raises(RuntimeError, match=f"{name}: has a tangent"):
+                call(dual)
 
 
 @pytest.mark.parametrize("name", GRADIENTS)

@@ -257,7 +257,7 @@ def case_misses(records: Records) -> list[str]:
             f"{case} {value:.2f}"
             for case in records.reference["cases"]
             if (value := _ratio(records.ours(phase, case, name), records.theirs(case, other))) is not None
-            and value > bound
+            and round(value, 2) > bound
         ]
         if above:
             lines.append(f"{what}, cases above {bound:.2f}: {', '.join(above)}")

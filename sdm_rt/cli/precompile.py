@@ -35,6 +35,7 @@ from sdm_rt.plan.persistent_backward import COLUMN_SUM_KERNEL, persistent_backwa
 from sdm_rt.plan.phase1 import phase1_kernels
 from sdm_rt.plan.phase1_backward import phase1_backward_gates_kernel, phase1_backward_pairs_kernel
 from sdm_rt.plan.shapes import (
+    ALIGNMENTS,
     BANK_DTYPES,
     INDEX_DTYPES,
     SNAPSHOTS,
@@ -43,9 +44,8 @@ from sdm_rt.plan.shapes import (
     dtype_bytes,
 )
 from sdm_rt.plan.topk import TopkShape, topk_kernel
-from sdm_rt.runtime.dependencies import load_nvrtc
 from sdm_rt.runtime.kernel import KernelSpec
-from sdm_rt.runtime.nvrtc import nvrtc_version
+from sdm_rt.runtime.nvrtc import check_target
 from sdm_rt.runtime.precompile import precompile
 
 __all__ = ["add_arguments", "kernels_of", "run"]
@@ -175,7 +175,7 @@ def kernels_of(of: CallShape, target: str) -> Iterator[KernelSpec]:
     for aligned in (True, False):
         token = DecodeShape(1, shape.writes, shape.reads, shape.head_dim, shape.bank_dtype, aligned=aligned)
         yield decode_kernel(token, device.pdl)
-    for alignment in (n for n in (2, 4, 8, 16) if n >= dtype_bytes(shape.bank_dtype)):
+    for alignment in (n for n in ALIGNMENTS if n >= dtype_bytes(shape.bank_dtype)):
         for index in INDEX_DTYPES:
             yield from _forward_specs(replace(shape, index_dtype=index, alignment=alignment), device)
         yield from _backward_specs(replace(shape, alignment=alignment), device)
@@ -193,10 +193,8 @@ def run(arguments: argparse.Namespace) -> int:
                 f"factors that a layer has, factors=..x.."
             )
     try:
-        known = {f"sm_{number}" for number in load_nvrtc().getSupportedArchs()}
         for target in arguments.arch:
-            if target not in known:
-                raise KernelCompileError("NVRTC {}.{} knows no target {}".format(*nvrtc_version(), target))
+            check_target(target)
         for target in dict.fromkeys(arguments.arch):
             specs = [spec for one in arguments.shape for spec in kernels_of(one, target)]
             for spec, _, path, built in precompile(dict.fromkeys(specs), [target], arguments.output):

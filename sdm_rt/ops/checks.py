@@ -114,9 +114,7 @@ def check_plain(op: str, tensors: Mapping[str, Tensor]) -> None:
 
 def check_no_derivatives(op: str, tensors: Mapping[str, Tensor]) -> None:
     """Refuse transforms of ``torch.func`` and forward-mode tangents; a compile does not show them."""
-    if torch.compiler.is_compiling():
-        return
-    if _transforms() is not None:
+    if not torch.compiler.is_compiling() and _transforms() is not None:
         raise RuntimeError(
             f"{op}: torch.func transforms (vmap, grad and others) are not supported; batch by streams and "
             f"differentiate with torch.autograd"

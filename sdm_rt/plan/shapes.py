@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 __all__ = [
+    "ALIGNMENTS",
     "BANK_DTYPES",
     "INDEX_DTYPES",
     "MAX_CHUNK",
@@ -25,6 +26,7 @@ MAX_LANES = 256  # write or read slots of a token
 MAX_CHUNK = 256
 MAX_HEAD_DIM = 16384
 MAX_SLOTS = 2**31 - 1  # of a stream
+ALIGNMENTS = (2, 4, 8, 16)  # bytes, of the rows of a bank
 BANK_DTYPES = ("bfloat16", "float16", "float32")
 INDEX_DTYPES = ("int32", "int64")
 SNAPSHOTS = ("none", "bf16", "fp8", "int4")
@@ -180,7 +182,7 @@ class WriteReadShape:
         _check_choice("gradient_bank_dtype", self.gradient_bank_dtype, gradient_choices)
         _check_choice("index_dtype", self.index_dtype, INDEX_DTYPES)
         _check_choice("snapshot", self.snapshot, SNAPSHOTS)
-        if self.alignment not in (2, 4, 8, 16):
+        if self.alignment not in ALIGNMENTS:
             raise ValueError(f"alignment must be 2, 4, 8 or 16 bytes, got {self.alignment}")
 
     @property

@@ -16,6 +16,7 @@ __all__ = [
     "OPTIONS",
     "Compiled",
     "KernelFigures",
+    "check_target",
     "compile_source",
     "kernel_figures",
     "nvrtc_version",
@@ -109,6 +110,12 @@ def require_target(device: str, compute_capability: tuple[int, int]) -> None:
             f"{_dotted(version)} compiles for at most {_dotted(newest)}; upgrade it with: "
             f"{install_command('nvidia-cuda-nvrtc')} --upgrade"
         )
+
+
+def check_target(target: str) -> None:
+    """KernelCompileError for a target such as ``"sm_90"`` that the loaded NVRTC does not know."""
+    if target not in {f"sm_{number}" for number in load_nvrtc().getSupportedArchs()}:
+        raise KernelCompileError(f"NVRTC {_dotted(nvrtc_version())} knows no target {target}")
 
 
 def offline_options(target: str) -> tuple[str, ...]:

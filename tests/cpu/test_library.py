@@ -320,16 +320,19 @@ def test_a_compiled_layer_takes_a_mask() -> None:
         assert_same_bits("output", compiled(x, None, torch.ones(3, 3))[0], layer(x)[0])
 
 
+class Outputs(torch.nn.Module):
+    """A layer whose result is a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = make_layer(torch.float32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[0]
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_exported_layer_has_the_bits_of_the_eager_one(strict: bool) -> None:
-    class Outputs(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = make_layer(torch.float32)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x)[0]
-
     model, x = Outputs(), torch.randn(2, 7, 12)
     with torch.no_grad():
         exported = torch.export.export(model, (torch.randn(2, 7, 12),), strict=strict)
@@ -338,14 +341,6 @@ def test_an_exported_layer_has_the_bits_of_the_eager_one(strict: bool) -> None:
 
 @pytest.mark.parametrize("dynamic", [{0: torch.export.Dim.AUTO}, {1: torch.export.Dim.AUTO}], ids=["B", "T"])
 def test_an_exported_layer_takes_other_sizes(dynamic: dict[int, Any]) -> None:
-    class Outputs(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = make_layer(torch.float32)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x)[0]
-
     model, sizes = Outputs(), [2, 7]
     with torch.no_grad():
         exported = torch.export.export(model, (torch.randn(2, 7, 12),), dynamic_shapes={"x": dynamic})

@@ -254,10 +254,10 @@ def case_misses(records: Records) -> list[str]:
         ("forward", "no_grad_peak_gib", "no_grad_peak_gib", 1.0, "peak memory, no-grad"),
     ):
         above = [
-            f"{case} {value:.2f}"
+            f"{case} {value:.3f}"
             for case in records.reference["cases"]
             if (value := _ratio(records.ours(phase, case, name), records.theirs(case, other))) is not None
-            and round(value, 2) > bound
+            and value > bound
         ]
         if above:
             lines.append(f"{what}, cases above {bound:.2f}: {', '.join(above)}")

@@ -63,11 +63,10 @@ def with_paths(log: str, source: Source) -> str:
 
 @dataclass(frozen=True)
 class _CupyModule:
-    raw: Any  # keeps the machine code loaded
-    functions: dict[str, int]
+    functions: dict[str, Any]  # CuPy's: they keep the machine code loaded, which else only CuPy's memo does
 
     def function(self, entry: str) -> int:
-        return self.functions[entry]
+        return int(self.functions[entry].ptr)
 
 
 def watched_cache(spec: KernelSpec, source: Source, gpu: Gpu, on_miss: OnMiss) -> disk.KernelCache:
@@ -158,9 +157,7 @@ class CupyBuilder:
     @staticmethod
     def _functions(raw: Any, spec: KernelSpec, gpu: Gpu) -> LoadedModule:
         with load_cupy().cuda.Device(gpu.index):
-            return _CupyModule(
-                raw, {entry: int(raw.get_function(entry).kernel.ptr) for entry in spec.entries}
-            )
+            return _CupyModule({entry: raw.get_function(entry).kernel for entry in spec.entries})
 
 
 def _failure(source: Source, gpu: Gpu) -> tuple[str, str]:

@@ -192,6 +192,7 @@ def test_precompiled_kernels_equal_the_run_time_build(tmp_path: Path) -> None:
 def test_the_users_own_cupy_cache_is_not_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SDM_RT_CACHE_DIR", str(tmp_path))
     cupy = load_cupy()
+    cupy.clear_memo()  # where a test before loaded the same kernel, CuPy would not compile
     users = cupy.cuda.compiler._kernel_cache_backend
     here = gpu(torch.cuda.current_device())
     Kernels(CupyBuilder()).load(decode_kernel(DecodeShape(1, 1, 1, 8), device_model(here.index).pdl), here)
@@ -201,6 +202,15 @@ def test_the_users_own_cupy_cache_is_not_touched(tmp_path: Path, monkeypatch: py
     x = cupy.ones(1, dtype=cupy.float32)
     doubled((1,), (1,), (x,))
     assert float(x[0]) == 2.0
+
+
+def test_kernels_stay_loaded_where_cupy_is_told_to_forget_its_own() -> None:
+    call = small_step()
+    plain = call()
+    load_cupy().clear_memo()
+    gc.collect()
+    assert_same_bits("prepared before", call(), plain)
+    assert_same_bits("prepared after", small_step()(), plain)
 
 
 # ---- plans and the device ----

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -36,10 +37,13 @@ class FakeModule:
     """What CuPy's compile function loads its machine code into."""
 
     loaded: ClassVar[list[bytes]] = []
+    alive: ClassVar[weakref.WeakSet[FakeModule]] = weakref.WeakSet()
+    """As in CuPy: the driver unloads machine code whose object nobody keeps."""
 
     def load(self, cubin: bytes) -> None:
         self.cubin = cubin
         self.loaded.append(cubin)
+        self.alive.add(self)
 
     def _set_mapping(self, mapping: Any) -> None:
         pass
@@ -60,7 +64,8 @@ class FakeRawModule:
         else:
             module = compiler._compile_module_with_cache(self.code, self.options, backend=self.backend)
         assert entry.encode() in module.cubin
-        return SimpleNamespace(kernel=SimpleNamespace(ptr=1 + len(FakeModule.loaded)), module=module)
+        kernel = SimpleNamespace(ptr=1 + len(FakeModule.loaded), module=module, code=self.code)
+        return SimpleNamespace(kernel=kernel)
 
 
 def install(setattr: Any, arch: str = "90") -> None:
@@ -74,6 +79,7 @@ def install(setattr: Any, arch: str = "90") -> None:
     setattr(cupy.cuda, "Device", lambda index: contextlib.nullcontext())
     setattr(cupy.cuda.runtime, "setDevice", make_current)
     FakeModule.loaded = []
+    FakeModule.alive = weakref.WeakSet()
 
 
 @pytest.fixture

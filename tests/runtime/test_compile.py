@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -54,6 +55,16 @@ def test_a_first_load_compiles_a_second_one_does_not(
     assert FakeModule.loaded[0] == FakeModule.loaded[1]
 
 
+def test_a_kernel_stays_loaded_as_long_as_it_is_kept(kernels: Kernels) -> None:
+    """CuPy keeps it too, until somebody calls ``cupy.clear_memo()``; the fake does not."""
+    module = kernels.load(SPEC, HOPPER)
+    gc.collect()
+    assert len(FakeModule.alive) == 1
+    del module, kernels._good[SPEC, HOPPER.index]
+    gc.collect()
+    assert len(FakeModule.alive) == 0
+
+
 def test_the_progress_line_says_how_many_are_left(
     kernels: Kernels, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,9 +91,8 @@ def test_several_kernels_compile_side_by_side(kernels: Kernels, monkeypatch: pyt
     monkeypatch.setattr(compile_module, "watched_cache", meet)
     specs = [replace(SPEC, defines=(("SCALE", str(scale)),)) for scale in range(2, 5)]
     modules = kernels.load_all(specs, HOPPER)
-    assert [f"#define SCALE {at}" in module.raw.code for at, module in enumerate(modules, start=2)] == [
-        True
-    ] * 3
+    code = [module.functions["small"].code for module in modules]
+    assert [f"#define SCALE {at}" in text for at, text in enumerate(code, start=2)] == [True] * 3
     assert len(set(FakeModule.loaded)) == 3
     assert [kernels.load(spec, HOPPER) for spec in specs] == modules
 

@@ -12,9 +12,9 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -117,7 +117,13 @@ def replay_token(layer: SparseDeltaMemory, x: Tensor, bank: Tensor) -> Tensor | 
 
 
 def _is_on_gpu(x: Tensor) -> bool:
-    return x.is_cuda
+    return x.is_cuda and _has_pools()
+
+
+@cache
+def _has_pools() -> bool:
+    """Return whether PyTorch's allocator has memory for graphs; that of cudaMallocAsync has none."""
+    return torch.cuda.get_allocator_backend() == "native"
 
 
 # ---- what a graph is found by; None where no graph may stand for the call ----
@@ -158,6 +164,8 @@ def _key_of_layer(layer: SparseDeltaMemory, x: Tensor) -> list[Any] | None:
     kinds = [*map(type, modules.values())]
     if any(_STATISTICS(options)) or not _KINDS.issuperset(kinds) or not _takes(modules.get("Wv_write"), x):
         return None
+    if "A_log" in state or "dt_bias" in state:
+        return None  # a tensor that is no parameter
     key = [_OPTIONS(options), _SHAPE(state), *kinds]
     tensors = [*state["_parameters"].values(), *state["_buffers"].values()]
     for module, kind in zip(modules.values(), kinds, strict=True):
@@ -207,9 +215,8 @@ class _TokenGraph:
     recording : Recording
         The graph.
     x, output : Tensor
-        Where it reads the token and leaves the output.
-    memory : object
-        What else it works in.
+        Where it reads the token and leaves the output, the latter in memory that other graphs of the stream
+        work in.
     dispatches : tuple of dict
         What ``last_dispatch`` tells of the ops of the token, in their order.
     specs, generation
@@ -221,7 +228,6 @@ class _TokenGraph:
     recording: Recording
     x: Tensor
     output: Tensor
-    memory: object
     dispatches: tuple[dict[str, Any], ...]
     specs: frozenset[KernelSpec]
     generation: int
@@ -285,7 +291,7 @@ class _Graphs:
             What else decides.
         """
         stream = current_stream(x.get_device())
-        with self._lock:  # one thread after another copies in, launches and copies out
+        with self._lock:
             if made != self._made.parts:
                 self._made = _Made(made)
             key = (self._made, call)
@@ -295,9 +301,10 @@ class _Graphs:
             if not graph.is_current():
                 self._pool.drop(graph)
                 return None
-            graph.x.copy_(x)
-            graph.replay(stream)
-            output = graph.output.clone()
+            with _turn(x.get_device(), stream):
+                graph.x.copy_(x)
+                graph.replay(stream)
+                output = graph.output.clone()
         if not bank.is_inference():
             torch.autograd.graph.increment_version(bank)
         for dispatch in graph.dispatches:
@@ -308,10 +315,10 @@ class _Graphs:
         token = torch.empty_like(x, memory_format=torch.contiguous_format)
         generation = kernels().generation
         with kernels().noting() as specs, _autocast_without_cache():
-            recording, output, memory = _record(layer, token, bank, stream)
+            recording, output = _record(layer, token, bank, stream)
         told = (last_dispatch(op) for op in TOKEN_OPS)
         dispatches = tuple({**one, "graph": True} for one in told if one)
-        graph = _TokenGraph(recording, token, output, memory, dispatches, frozenset(specs), generation)
+        graph = _TokenGraph(recording, token, output, dispatches, frozenset(specs), generation)
         forget = partial(_forget, weakref.ref(self._pool), weakref.ref(graph))
         graph.bank = weakref.ref(bank.untyped_storage(), forget)
         return graph
@@ -352,8 +359,13 @@ def _autocast_without_cache() -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
-class _Memory:
-    """Memory of PyTorch's allocator that graphs of one stream work in, one after another.
+class _Room:
+    """Where the graphs that run on one stream are captured, and the memory that they work in.
+
+    A stream for them alone: cuBLAS has working memory for each stream, which graphs on two streams must not
+    share, and a stream of PyTorch's may be anybody's. Memory of PyTorch's allocator for them alone, which
+    stays as long as the process: PyTorch may drop cuBLAS's working memory at any time, and the graphs go on
+    using it; then nobody but another graph of this room gets its place.
 
     Parameters
     ----------
@@ -363,12 +375,15 @@ class _Memory:
 
     def __init__(self, device: int) -> None:
         self._device = device
+        self._context = driver.primary_context(device)
+        self._handle = new_stream(self._context)
+        self._stream = torch.cuda.ExternalStream(self._handle, device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
         self._exists = False
 
     @contextlib.contextmanager
-    def allocating(self) -> Iterator[None]:
-        """Take what the current stream allocates from here."""
+    def _allocating(self) -> Iterator[None]:
+        """Take what the current stream allocates from the room's memory."""
         torch._C._cuda_beginAllocateCurrentStreamToPool(self._device, self._pool)
         try:
             yield
@@ -377,63 +392,41 @@ class _Memory:
             if end is None:  # PyTorch 2.6
                 end = torch._C._cuda_endAllocateCurrentStreamToPool  # type: ignore[attr-defined]
             end(self._device, self._pool)
-            # Each use counts; one is kept until nobody holds this.
+            # Each use counts, and the memory stays while one does: the first is kept.
             if self._exists:
                 torch._C._cuda_releasePool(self._device, self._pool)
-            else:
-                self._exists = True
-                weakref.finalize(self, torch._C._cuda_releasePool, self._device, self._pool)
+            self._exists = True
 
+    def record(self, call: Callable[[], Tensor]) -> tuple[Recording, Tensor]:
+        """Capture a call; return the graph and what the call returned."""
+        outputs = []
 
-class _Room:
-    """Where the graphs that run on one stream are captured.
+        def launch_all(_stream: int) -> None:
+            outputs.append(call())
 
-    A stream for them alone: cuBLAS has working memory for each stream, which graphs on two streams must not
-    share, and a stream of PyTorch's may be anybody's.
-
-    Parameters
-    ----------
-    device : int
-        The GPU.
-    """
-
-    def __init__(self, device: int) -> None:
-        self.device = device
-        self.context = driver.primary_context(device)
-        self.handle = new_stream(self.context)
-        self.stream = torch.cuda.ExternalStream(self.handle, device)  # type: ignore[no-untyped-call]
-        self._memory: weakref.ref[_Memory] | None = None
-
-    def memory(self) -> _Memory:
-        """Return the memory of the graphs; it goes with the last of them."""
-        memory = None if self._memory is None else self._memory()
-        if memory is None:
-            memory = _Memory(self.device)
-            self._memory = weakref.ref(memory)
-        return memory
+        with torch.cuda.stream(self._stream), self._allocating():
+            # cuBLAS's handle of this thread and its working memory: not inside a capture.
+            torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]
+            recording = record(launch_all, self._context, self._handle)
+        return recording, outputs[0]
 
 
 _rooms: dict[tuple[int, int], _Room] = {}
+_turns: dict[tuple[int, int], threading.Lock] = {}
 _capturing = threading.Lock()
 
 
-def _record(
-    layer: SparseDeltaMemory, x: Tensor, bank: Tensor, stream: int
-) -> tuple[Recording, Tensor, object]:
-    """Capture a call for replays on a stream; return the graph, its output and the memory it works in."""
+def _turn(device: int, stream: int) -> threading.Lock:
+    """Return what a thread holds from copying in to copying out, since the graphs of a stream share memory."""
+    found = _turns.get((device, stream))
+    return _turns.setdefault((device, stream), threading.Lock()) if found is None else found
+
+
+def _record(layer: SparseDeltaMemory, x: Tensor, bank: Tensor, stream: int) -> tuple[Recording, Tensor]:
+    """Capture a call for replays on a stream; return the graph and its output."""
     device = x.get_device()
     with _capturing:
         room = _rooms.get((device, stream))
         if room is None:
             room = _rooms[device, stream] = _Room(device)
-        memory = room.memory()
-        outputs = []
-        with torch.cuda.stream(room.stream):
-            torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call] # of this thread, with its working memory: not inside a capture
-
-            def launch_all(_stream: int) -> None:
-                with memory.allocating():
-                    outputs.append(layer._token(x, bank))
-
-            recording = record(launch_all, room.context, room.handle)
-    return recording, outputs[0], memory
+        return room.record(partial(layer._token, x, bank))

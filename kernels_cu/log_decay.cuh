@@ -4,7 +4,7 @@
 #include "numeric.cuh"
 
 // A sum of gates: finite ones in units of 2^-38, gates of -inf (erasures) and NaN counted beside it. A gate beyond
-// +-65536 counts as that: its exponential is 0 or inf either way. 256 gates stay within 63 bits.
+// +-65536 counts as that: its exponential is 0 or overflows either way. 256 gates stay within 63 bits.
 struct LogDecay {
     long long fixed;
     int erasures;

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 __all__ = ["product_key_topk", "select", "select_backward"]
 
@@ -54,7 +53,6 @@ class _ProductKeyTopk(torch.autograd.Function):
         return val, idx
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_val: Tensor, _grad_idx: Tensor) -> tuple[Tensor, None, None]:
         (idx,) = ctx.saved_tensors
         return select_backward(grad_val, idx, ctx.factors), None, None

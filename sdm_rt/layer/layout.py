@@ -254,7 +254,9 @@ def resolve_layout(
     if lengths is not None:
         _check_vector("lengths", lengths, sequences, "B", x)
         if x.device.type == "cpu" and not is_traced(x):
-            check_stream_lengths(lengths, tokens)
+            check_stream_lengths(lengths, tokens, max_seqlen)
+    elif max_seqlen is not None and max_seqlen < tokens:
+        raise ValueError(f"max_seqlen: expected at least T = {tokens}, got {max_seqlen}")
     if tokens == 1 and lengths is None and sequences:
         return OneTokenLayout(sequences, heads)
     return PaddedLayout.of(sequences, heads, tokens, lengths)

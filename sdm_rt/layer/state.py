@@ -74,7 +74,11 @@ class SDMLayerState(Cache):
 
     @property
     def cache_len(self) -> int:
-        """Token positions seen so far; of sequences of different lengths, the longest counts."""
+        """Token positions seen so far.
+
+        A padded call counts T, whatever its ``lengths``; a packed one its longest sequence where the host
+        knows it (CPU tensors, not traced), else ``max_seqlen``.
+        """
         return self._seq_len
 
     @property
@@ -118,7 +122,7 @@ class SDMLayerState(Cache):
         Raises
         ------
         TypeError
-            If ``seq_len`` is no int, or ``new_memory`` no tensor.
+            If ``seq_len`` is no int, or ``new_memory`` no tensor of real numbers.
         ValueError
             If ``seq_len`` is negative, or ``new_memory`` has another shape than the bank. Nothing has changed
             then.
@@ -126,6 +130,8 @@ class SDMLayerState(Cache):
         check_int("seq_len", seq_len, 0, None)
         if not isinstance(new_memory, Tensor):
             raise TypeError(f"new_memory: expected a torch.Tensor, got {type(new_memory).__name__}")
+        if new_memory.is_complex():
+            raise TypeError(f"new_memory: expected real numbers, got dtype {new_memory.dtype}")
         if new_memory.shape != self.memory.shape:
             raise ValueError(
                 f"new_memory: expected shape {list(self.memory.shape)}, got {list(new_memory.shape)}"

@@ -417,7 +417,7 @@ _capturing = threading.Lock()
 
 
 def _turn(device: int, stream: int) -> threading.Lock:
-    """Return what a thread holds from copying in to copying out, since the graphs of a stream share memory."""
+    """Return what a thread holds from copying in to copying out: graphs of a stream share memory."""
     found = _turns.get((device, stream))
     return _turns.setdefault((device, stream), threading.Lock()) if found is None else found
 

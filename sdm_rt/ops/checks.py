@@ -157,18 +157,24 @@ def _elements_overlap(memory: Tensor) -> bool:
     return rows > b // divisor and columns > a // divisor
 
 
+def _check_strided(name: str, tensor: Tensor) -> None:
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name}: expected a dense tensor, got layout {tensor.layout}")
+
+
 def check_bank(memory: Any) -> None:
     """Check rank, dtype, width and layout of a bank [rows, D].
 
     Raises
     ------
     TypeError
-        Not a tensor, or a dtype that no bank has.
+        Not a tensor, a sparse one, or a dtype that no bank has.
     ValueError
         Wrong rank, D outside 1..16384, or a view whose elements overlap.
     """
     if not isinstance(memory, Tensor):
         raise TypeError(f"memory: expected a torch.Tensor, got {type(memory).__name__}")
+    _check_strided("memory", memory)
     if memory.dtype not in BANK_DTYPES:
         raise TypeError(
             f"memory: expected dtype {_dtype_names(BANK_DTYPES)}, got {_dtype_name(memory.dtype)}"
@@ -356,6 +362,7 @@ def flat_shapes(tokens: dict[str, Tensor], shape: StreamShape) -> dict[str, Flat
     for name, tensor in tokens.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+        _check_strided(name, tensor)
         size = tuple(tensor.shape)
         if not shape.packed and len(size) == 3:
             if size[:2] != (shape.streams, shape.tokens):

@@ -59,7 +59,8 @@ def device_repeats(device: torch.device) -> Tensor:
                     "the first op on a GPU cannot stand inside a CUDA graph capture; run warmup first: one "
                     "call with the same shapes and dtypes before the capture"
                 )
-            counter = torch.zeros(1, dtype=torch.int64, device=device)
+            with torch.inference_mode(False):  # later calls change it outside inference mode
+                counter = torch.zeros(1, dtype=torch.int64, device=device)
             torch.cuda.current_stream(device).synchronize()  # before any other stream adds to it
             _on_device[device] = counter
         return counter

@@ -137,7 +137,7 @@ def _recurrence(memory: Tensor, operands: tuple[Tensor, ...], lengths: Tensor | 
 
 def _decode_foreign(memory: Any, operands: tuple[Any, ...], lengths: Any) -> Any:
     """Run on arrays of another library; a CuPy bank gets CuPy readings."""
-    with producer_stream(memory):
+    with producer_stream(memory, (*operands, lengths), allocates=False):
         check_writable(memory)
         bank = to_tensor(memory, "memory")
         tensors = tuple(

@@ -64,4 +64,7 @@ def define(
 
 def differentiable_once(_ctx: Any, *_grads: Any) -> None:
     """Refuse a gradient of a gradient: the ``backward`` of operators that are backwards themselves."""
-    raise RuntimeError("sdm_rt: gradients of this op are not differentiable; it has first derivatives only")
+    raise RuntimeError(
+        "sdm_rt: gradients of this op are not differentiable; it has first derivatives only, and "
+        "create_graph=True asks for more"
+    )

@@ -46,7 +46,7 @@ def phase1_forward(
     g : Tensor
         Log-decays, float32, one a token [N, C, 1] or one a write [N, C, W]; -inf erases. A slot that a token
         repeats decays once, by the gate of its first lane. Gates are summed to 2**-38, those beyond 65536 in
-        size count as that: their exp is 0 or inf.
+        size count as that: their exp is 0 or inf (NaN on a GPU).
     num_memory_slots : int
         S, slots of a chunk's stream; 0: as many as the kernels number, 2**31 - 1.
     lengths : Tensor, optional

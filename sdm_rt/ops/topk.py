@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sdm_rt.cpu import topk as definition
-from sdm_rt.ops.checks import BANK_DTYPES, check_int, check_no_tangents, check_sequence
+from sdm_rt.ops.checks import BANK_DTYPES, check_int, check_no_derivatives, check_sequence
 from sdm_rt.ops.counters import record_definition
 from sdm_rt.ops.library import define, differentiable_once, is_traced
 from sdm_rt.ops.topk_launch import (
@@ -51,8 +51,8 @@ def product_key_topk(raw: Any, factors: Sequence[int], k: int) -> tuple[Any, Any
     Returns
     -------
     val : Tensor
-        Scores of the selected slots, [..., min(k, S)], in the dtype of ``raw``. Differentiable once: the
-        gradient of a score goes to its F columns, summed in at least float32 in a fixed order.
+        Scores of the selected slots, [..., min(k, S)], in the dtype of ``raw``. Differentiable, on a GPU
+        once: the gradient of a score goes to its F columns, summed in at least float32 in a fixed order.
     idx : Tensor
         The selected slots, int64, [..., min(k, S)], ascending. Both are CuPy arrays for a CuPy array.
 
@@ -64,8 +64,10 @@ def product_key_topk(raw: Any, factors: Sequence[int], k: int) -> tuple[Any, Any
         If ``factors``, ``k`` or the width of ``raw`` is out of range; on a GPU also for 2**31 slots and more
         (`UnsupportedConfigurationError`).
     RuntimeError
-        On a GPU: a part of the GPU path is missing (`MissingDependencyError`), a GPU below compute capability
-        8.0, a kernel that would have to be compiled inside a CUDA graph capture.
+        Inside a transform of ``torch.func``, for a tensor with a forward-mode tangent, and as
+        `sdm_write_read` for a CuPy array. On a GPU: a part of the GPU path is missing
+        (`MissingDependencyError`), a GPU below compute capability 8.0, a kernel that would have to be
+        compiled inside a CUDA graph capture.
 
     Notes
     -----
@@ -108,7 +110,7 @@ def select_slots(raw: Tensor, factors: tuple[int, ...], k: int) -> tuple[Tensor,
     TypeError
         For float64 scores on a GPU.
     """
-    check_no_tangents("product_key_topk", {"raw": raw})
+    check_no_derivatives("product_key_topk", {"raw": raw})
     if raw.is_cuda:
         if raw.dtype == torch.float64:
             raise TypeError(

@@ -84,6 +84,8 @@ def _check_call(
         streams.get("lengths"),
         streams.get("cu_seqlens"),
     )
+    if memory.shape[0] == 0 and shape.rows > 0:
+        raise ValueError("memory: expected rows for the tokens' indices, got a bank of none")
     flat = checks.flat_shapes(tensors, shape)
     writes, _ = checks.check_token_tensors(memory, flat, shape.leading, "sum T" if shape.packed else "P*T")
     weighted, gates = options.key_weighted_decay, flat["g"].shape[-1]
@@ -250,7 +252,8 @@ def sdm_write_read(
         P. All token tensors may also come as [P*T, *].
     snapshot_quant : {"none", "bf16", "fp8", "int4"}
         How training keeps the rows it overwrites. Values stay those of "none"; the gradients of ``k_val``,
-        ``g`` and ``q_val`` become approximate, and so does the restored bank.
+        ``g`` and ``q_val`` become approximate, and so does the restored bank. With "fp8" and "int4" a NaN or
+        inf there makes its whole row NaN.
     key_weighted_decay : bool, optional
         True asserts gates per write, False gates per token.
     shared_bank : bool
@@ -301,10 +304,11 @@ def sdm_write_read(
         ``SDM_RT_JIT=0``.
     RuntimeError
         Inside a transform of ``torch.func``, for a tensor with a forward-mode tangent, or for an inference
-        tensor or another library's array as the bank of an in-place call that needs a backward. On a GPU: a
+        tensor or another library's array as the bank of an in-place call that needs a backward. For a CuPy
+        bank on CuPy's per-thread default stream or inside a capture that CuPy began. On a GPU: a
         compute capability below 8.0, or a first call of its kind inside a CUDA graph capture, where no kernel
         can be compiled or loaded. From a backward: the bank of an in-place call was changed in between, or
-        ran backward before.
+        ran backward before; ``create_graph=True``.
 
     Notes
     -----
@@ -366,8 +370,14 @@ def sdm_write_read(
 def _on_foreign_arrays(arrays: dict[str, Any], **options: Any) -> Any:
     """Run on arrays of another library, on the caller's stream; a CuPy bank gets CuPy arrays back."""
     caller = arrays["memory"]
-    with producer_stream(caller):
+    with producer_stream(caller, arrays.values()):
         tensors = {name: to_tensor(array, name) for name, array in arrays.items()}
+        if needs_backward(tensors["memory"], tensors):  # changes to another library's array are not tracked
+            tensors |= {
+                name: x.clone()
+                for name, x in tensors.items()
+                if name != "memory" and not isinstance(arrays[name], Tensor)
+            }
         if not options["return_final_bank"]:
             bank = tensors["memory"]
             check_writable(caller)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sdm_rt.ops.inplace_call import InplaceCall
+from sdm_rt.ops.library import differentiable_once
 from sdm_rt.ops.write_read_call import TOKEN_TENSORS, Gradients, WriteReadCall
 from sdm_rt.ops.write_read_paths import Path, path_of
 
@@ -50,8 +51,9 @@ class _WriteRead(torch.autograd.Function):
         return (readings, bank) if functional else readings
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_readings: Tensor | None, grad_final: Tensor | None = None) -> Any:
+        if torch.is_grad_enabled():  # create_graph=True: what is computed here would count as constant
+            differentiable_once(ctx)
         if ctx.inplace is not None:
             ctx.inplace.check_unchanged()
             kept = ctx.saved_tensors
@@ -62,11 +64,12 @@ class _WriteRead(torch.autograd.Function):
             bank = final.clone()
         tokens, kept = kept[: len(TOKEN_TENSORS)], kept[len(TOKEN_TENSORS) :]
         streams, saved = kept[: len(ctx.stream_names)], kept[len(ctx.stream_names) :]
+        named = dict(zip(TOKEN_TENSORS, tokens, strict=True))
         grads = run_backward(
             ctx.path,
             ctx.call,
             bank,
-            dict(zip(TOKEN_TENSORS, tokens, strict=True)),
+            named,
             dict(zip(ctx.stream_names, streams, strict=True)),
             tuple(saved),
             grad_readings,
@@ -74,6 +77,7 @@ class _WriteRead(torch.autograd.Function):
         )
         if ctx.inplace is not None:
             ctx.inplace.finish()
+        grads = grads.in_dtypes_of(bank, named)
         flat = (getattr(grads, name, None) for name in TOKEN_TENSORS)
         of_tokens = [
             grad if grad is None or grad.shape == shape else grad.view(shape)
@@ -92,7 +96,7 @@ def run_backward(
     grad_readings: Tensor | None,
     grad_final: Tensor | None,
 ) -> Gradients:
-    """Restore ``bank``, the bank after the call, in place; return the gradients in their inputs' dtypes.
+    """Restore ``bank``, the bank after the call, in place; return the gradients as the kernels leave them.
 
     Parameters
     ----------
@@ -107,8 +111,7 @@ def run_backward(
     """
     if grad_readings is None:
         grad_readings = bank.new_zeros(1, 1).expand(call.shape.rows, bank.shape[1])
-    grads = path.backward(bank, tensors, call, streams, saved, grad_readings, grad_final)
-    return grads.in_dtypes_of(bank, tensors)
+    return path.backward(bank, tensors, call, streams, saved, grad_readings, grad_final)
 
 
 def write_read_in_place(

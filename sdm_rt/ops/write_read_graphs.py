@@ -50,6 +50,8 @@ __all__ = [
 
 MOST_CALLS = 32
 """Captured calls of one shape: differentiable calls that can wait for their backward at once."""
+MOST_SHAPES = 32
+"""Shapes with captured calls; each holds the memory of a training call."""
 
 _storage_uses = torch._C._storage_Use_Count
 
@@ -205,6 +207,7 @@ class _Pool:
         self._lock = threading.RLock()
         self._calls: dict[Hashable, list[_CapturedCall]] = {}
         self._by_address: dict[int, _CapturedCall] = {}
+        self._too_large: set[Hashable] = set()
         self.suspensions = 0
 
     def take(
@@ -212,14 +215,18 @@ class _Pool:
     ) -> tuple[_CapturedCall, Tensor] | None:
         """Return a free captured call of the shape and what its forward saves; holding that takes the call.
 
-        None for a shape's first call, since one that never comes again is not worth a capture, and where all
-        captured calls of the shape are taken.
+        None for a shape's first call, since one that never comes again is not worth a capture, where all
+        captured calls of the shape are taken, and of shapes that there was no memory for.
         """
         key = _key(bank, flat, call, streams)
         with self._lock:
+            if key in self._too_large:
+                return None
             if key not in self._calls:
                 self._calls[key] = []
+                self._make_room(MOST_SHAPES)
                 return None
+            self._calls[key] = self._calls.pop(key)  # the latest used is the last
             for found in self._calls[key]:
                 if found.is_free():
                     if found.is_current():
@@ -228,10 +235,23 @@ class _Pool:
                     break
             if len(self._calls[key]) == MOST_CALLS:
                 return None
-            new = _CapturedCall(bank, flat, call, streams)
+            try:
+                new = _CapturedCall(bank, flat, call, streams)
+            except torch.OutOfMemoryError:
+                self._make_room(0)
+                self._too_large.add(key)
+                return None
             self._calls[key].append(new)
             self._by_address[new.saved.data_ptr()] = new
             return new, new.saved.detach()
+
+    def _make_room(self, shapes: int) -> None:
+        """Drop the free calls of the shapes that were not used for longest, all but ``shapes`` shapes."""
+        for key in list(self._calls)[: max(len(self._calls) - shapes, 0)]:
+            for captured in [captured for captured in self._calls[key] if captured.is_free()]:
+                self._drop(key, captured)
+            if not self._calls[key]:
+                del self._calls[key]
 
     def _drop(self, key: Hashable, captured: _CapturedCall) -> None:
         self._calls[key].remove(captured)
@@ -252,6 +272,7 @@ class _Pool:
         with self._lock:
             self._calls.clear()
             self._by_address.clear()
+            self._too_large.clear()
             _scratch.clear()
 
 
@@ -291,9 +312,12 @@ def replay_forward(
     -------
     tuple or None
         None: nothing has run, and the call is to be launched kernel by kernel. So are calls inside a caller's
-        own capture, whose graph they become part of.
+        own capture, whose graph they become part of, and calls under hooks for saved tensors.
     """
     if not _asked.depth or call.shape.rows == 0 or call.longest == 0:
+        return None
+    # What a hook copies on a stream of its own may be read after it let go of the tensor.
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return None
     if not _may_replay(current_stream(bank.get_device())):
         return None

@@ -140,7 +140,8 @@ def _shape_of(
 ) -> WriteReadShape:
     return WriteReadShape(
         streams=call.shape.streams,
-        tokens=call.longest,
+        # The kernels' T is also the distance of padded streams.
+        tokens=call.longest if call.shape.packed else call.shape.tokens,
         chunk=call.chunk_size,
         writes=writes,
         reads=reads,

@@ -85,16 +85,11 @@ def _write_read_backward(
     *arguments: Any,
 ) -> tuple[Tensor, ...]:
     at = _Arguments(arguments)
-    return run_backward(
-        path_of(final.device),
-        at.call,
-        final.clone(memory_format=torch.contiguous_format),
-        at.flat,
-        at.streams,
-        tuple(saved),
-        grad_readings,
-        grad_final,
+    bank = final.clone(memory_format=torch.contiguous_format)
+    grads = run_backward(
+        path_of(final.device), at.call, bank, at.flat, at.streams, tuple(saved), grad_readings, grad_final
     )
+    return grads.in_dtypes_of(bank, at.flat)
 
 
 def _fake_write_read_backward(

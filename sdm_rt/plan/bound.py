@@ -86,9 +86,10 @@ class BoundPlan:
             name = sorted(unknown)[0]
             raise KeyError(f"{self.plan.name}: no launch takes an argument {name!r} from the caller")
         held = self._values
-        changed = {name: value for name, value in values.items() if held[name] != value}
-        held.update(changed)
+        # With something unwritten, an interrupt may have come between these two lines.
+        changed = values if self._unwritten else {n: value for n, value in values.items() if held[n] != value}
         self._unwritten.update(changed)
+        held.update(changed)
 
     def _write(self) -> None:
         """Write the arguments given since the last write into the launches that take them."""

@@ -189,6 +189,7 @@ class Kernels:
         self._tree = SourceTree()
         self._lock = threading.RLock()
         self._good: dict[tuple[KernelSpec, int], _Good] = {}
+        self._replaced: list[LoadedModule] = []  # a caller's CUDA graph may still launch them
         self._failed: dict[tuple[str, str], str] = {}
         self._noted = _Noted()
         self.generation = 0
@@ -326,7 +327,9 @@ class Kernels:
         if isinstance(built, KernelCompileError):
             self._note(spec, _failure(source, gpu), gpu, str(built))
             return
-        self.generation += (spec, gpu.index) in self._good
+        if (before := self._good.get((spec, gpu.index))) is not None:
+            self._replaced.append(before.module)
+            self.generation += 1
         self._good[spec, gpu.index] = _Good(source.digest, built)
 
     def _note(self, spec: KernelSpec, failure: tuple[str, str], gpu: Gpu, log: str) -> None:

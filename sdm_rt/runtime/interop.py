@@ -7,7 +7,7 @@ the op is called, into a tensor that shares its memory.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from sdm_rt.errors import MissingDependencyError
+from sdm_rt.runtime import driver
 from sdm_rt.runtime.dependencies import load_cupy
 
 __all__ = [
@@ -28,6 +29,8 @@ __all__ = [
     "to_tensor",
 ]
 
+PER_THREAD_STREAM = 2
+"""The handle of CUDA's per-thread default stream."""
 
 # What a producer of DLPack may raise, or PyTorch of what it was given.
 _PRODUCER_ERRORS = (
@@ -92,25 +95,83 @@ def to_tensor(array: Any, name: str) -> Tensor:
 
 
 @contextlib.contextmanager
-def producer_stream(array: object) -> Iterator[None]:
-    """Make PyTorch work on the caller's stream: CuPy's current one for a CuPy array, else its own."""
+def producer_stream(
+    array: object, operands: Iterable[object] = (), *, allocates: bool = True
+) -> Iterator[None]:
+    """Make PyTorch work on the caller's stream: CuPy's current one for a CuPy array, else its own.
+
+    Where operands come of the other of the two libraries, the streams wait for each other: at the start the
+    work for what PyTorch has queued (as for CuPy `to_tensor` makes it wait), at the end the other library's
+    stream for the work, before which it must not hand out memory that the operands lay in.
+
+    Parameters
+    ----------
+    array : object
+        What decides: the bank, or the only operand.
+    operands : iterable of object
+        The others.
+    allocates : bool
+        Whether the work takes memory of PyTorch's allocator that no one holds afterwards.
+
+    Raises
+    ------
+    RuntimeError
+        For CuPy's per-thread default stream, of which PyTorch knows one for all threads; and, where the work
+        allocates, for a capture by CuPy, after which PyTorch would give the graph's memory to others.
+    """
     if not is_cupy(array):
         yield
+        if isinstance(array, Tensor) and array.is_cuda and any(map(is_cupy, operands)):
+            _let_wait(_cupy_stream(array.get_device()), torch.cuda.current_stream(array.device))
         return
     if not torch.cuda.is_available():
         raise MissingDependencyError(
             "CuPy arrays are worked on through PyTorch, and this PyTorch finds no GPU "
             "(torch.cuda.is_available() is False); install a CUDA build of torch"
         )
-    cupy = load_cupy()
     device = int(array.device.id)  # type: ignore[attr-defined]
+    own, before = _cupy_stream(device), torch.cuda.current_stream(device)
+    if own.cuda_stream == PER_THREAD_STREAM:
+        raise RuntimeError(
+            "CuPy's current stream is the per-thread default stream, which PyTorch cannot work on; make the "
+            "call in `with cupy.cuda.Stream():`"
+        )
+    if allocates and own != before and driver.stream_is_capturing(own.cuda_stream):
+        raise RuntimeError(
+            "the call stands inside a capture that CuPy began, of which PyTorch's allocator knows nothing; "
+            "capture with torch.cuda.graph, and let cupy.cuda.ExternalStream work on the same stream"
+        )
+    shared = own != before and any(isinstance(operand, Tensor) and operand.is_cuda for operand in operands)
+    if shared:
+        _let_wait(own, before)
+    try:
+        with torch.cuda.stream(own):
+            yield
+    finally:
+        if shared:
+            _let_wait(before, own)
+
+
+def _cupy_stream(device: int) -> torch.cuda.Stream:
+    """Return CuPy's current stream on a GPU as PyTorch's."""
+    cupy = load_cupy()
     with cupy.cuda.Device(device):
         pointer = int(cupy.cuda.get_current_stream().ptr)
-    own: torch.cuda.Stream = torch.cuda.default_stream(device)
-    if pointer != own.cuda_stream:
-        own = torch.cuda.ExternalStream(pointer, device)  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(own):
-        yield
+    stream: torch.cuda.Stream = torch.cuda.default_stream(device)
+    if pointer != stream.cuda_stream:
+        stream = torch.cuda.ExternalStream(pointer, device)  # type: ignore[no-untyped-call]
+    return stream
+
+
+def _let_wait(stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
+    """Let what is queued on ``stream`` from now on wait for what is queued on ``other``.
+
+    Not where one of them captures: a capture may wait for nothing outside it.
+    """
+    if stream == other:
+        return
+    if not any(driver.stream_is_capturing(one.cuda_stream) for one in (stream, other)):
+        stream.wait_stream(other)
 
 
 def empty_like_caller(array: Any, shape: tuple[int, ...]) -> Any:

@@ -431,3 +431,21 @@ def test_exactly_the_overlapping_views_are_refused(stride: tuple[int, int], shap
     else:
         with pytest.raises(ValueError, match=r"^memory: .*overlap"):
             sdm_write_read(memory, **call)
+
+
+@pytest.mark.parametrize("name", ["memory", "v", "k_idx"])
+def test_sparse_tensors_are_refused(name: str) -> None:
+    problem = make_problem(2, 3, 2, 2, 4, 6)
+    given = problem.inputs() | {"memory": problem.memory}
+    given[name] = given[name].to_sparse()
+    with pytest.raises(TypeError, match=rf"^{name}: expected a dense tensor, got layout torch\.sparse_coo"):
+        sdm_write_read(**given, **problem.options())
+
+
+@pytest.mark.parametrize("options", [{}, {"num_parallel": 2, "shared_bank": True}])
+def test_a_bank_without_rows_takes_no_token(options: dict[str, Any]) -> None:
+    problem = make_problem(options.get("num_parallel", 1), 3, 2, 2, 4, 6)
+    with pytest.raises(ValueError, match=r"^memory: expected rows .* got a bank of none"):
+        sdm_write_read(problem.memory[:0], **problem.inputs(), **options)
+    none = {name: x[:, :0] for name, x in problem.inputs().items()}
+    assert sdm_write_read(problem.memory[:0], **none, **options).shape == (0, 4)

@@ -105,6 +105,13 @@ from tests.layer_reference import make_layer
             ValueError,
             "max_seqlen: expected at least the longest stream, 4 tokens (stream 0), got 3",
         ),
+        (torch.zeros(2, 3, 12), {"max_seqlen": 2}, ValueError, "max_seqlen: expected at least T = 3, got 2"),
+        (
+            torch.zeros(2, 3, 12),
+            {"lengths": torch.tensor([1, 3]), "max_seqlen": 2},
+            ValueError,
+            "max_seqlen: expected at least the longest stream, 3 tokens (stream 1), got 2",
+        ),
         (
             torch.zeros(6, 12),
             {"cu_seqlens": torch.tensor(6)},

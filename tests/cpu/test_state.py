@@ -16,6 +16,13 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 SHAPE = {"dim": 8, "num_heads": 2, "slots_per_head": 9, "num_writes": 3, "num_reads": 4}
 
 
+def test_a_complex_bank_is_refused() -> None:
+    state = SDMLayerState(torch.ones(4, 3))
+    with pytest.raises(TypeError, match=r"new_memory: expected real numbers, got dtype torch\.complex64"):
+        state.update_(torch.ones(4, 3, dtype=torch.complex64))
+    assert bool((state.memory == 1).all())
+
+
 def test_cache_is_abstract():
     with pytest.raises(TypeError, match="abstract"):
         Cache()

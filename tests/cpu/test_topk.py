@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.functional import hessian
 
 from sdm_rt.ops.topk import product_key_topk
+from tests.tolerances import assert_same_bits
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -325,3 +328,21 @@ def test_meta_tensors_propagate_shapes():
     val, idx = product_key_topk(torch.empty(3, 7, 8, dtype=torch.bfloat16, device="meta"), (4, 4), 5)
     assert (val.shape, val.dtype) == ((3, 7, 5), torch.bfloat16)
     assert (idx.shape, idx.dtype) == ((3, 7, 5), torch.int64)
+
+
+def test_second_derivatives() -> None:
+    scores = torch.randn(6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found = hessian(lambda raw: product_key_topk(raw, (3, 3), 2)[0].square().sum(), scores)
+    _, idx = product_key_topk(scores, (3, 3), 2)
+    want = torch.zeros(6, 6, dtype=torch.float64)
+    for slot in idx.tolist():  # the score of a slot is a sum of two columns
+        columns = [slot // 3, 3 + slot % 3]
+        for row in columns:
+            want[row, columns] += 2
+    assert_same_bits("second derivative", found, want)
+
+
+@pytest.mark.parametrize("transform", [torch.vmap, torch.func.grad])
+def test_transforms_are_refused(transform: Any) -> None:
+    with pytest.raises(RuntimeError, match=r"product_key_topk: torch\.func transforms"):
+        transform(lambda raw: product_key_topk(raw, (3, 3), 2)[0].sum())(torch.randn(2, 6))

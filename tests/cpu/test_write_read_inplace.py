@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.functional import hessian
 
 from sdm_rt import sdm_write_read
 from tests.problems import GRADIENTS, Problem, make_problem, run_op
@@ -236,9 +237,13 @@ def test_second_derivatives_are_refused() -> None:
     problem, _ = two_calls()
     memory = problem.memory.clone().requires_grad_()
     readings, _ = sdm_write_read(memory, **problem.inputs(), **problem.options(), return_final_bank=True)
-    (grad,) = torch.autograd.grad(readings.square().sum(), memory, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
+    with pytest.raises(RuntimeError, match="first derivatives only"):
+        torch.autograd.grad(readings.sum(), memory, create_graph=True)
+    v = problem.v.clone().requires_grad_()
+    bank = problem.memory.clone()
+    readings = sdm_write_read(bank, **problem.inputs() | {"v": v}, **problem.options())
+    with pytest.raises(RuntimeError, match="first derivatives only"):
+        hessian(lambda v: sdm_write_read(bank, **problem.inputs() | {"v": v}, **problem.options()).sum(), v)
 
 
 def test_two_threads_on_banks_of_their_own() -> None:

@@ -140,6 +140,32 @@ def test_unknown_arguments_are_refused(name: str) -> None:
         runner.set({name: 1})
 
 
+class Interrupted(dict[str, Any]):
+    """Notes what is to be written, and is interrupted."""
+
+    def update(self, *given: Any, **named: Any) -> None:
+        super().update(*given, **named)
+        raise KeyboardInterrupt
+
+
+@pytest.mark.usefixtures("prepared")
+@pytest.mark.parametrize("bank", [1, 2])
+@pytest.mark.parametrize("store", ["_values", "_unwritten"])
+def test_an_interrupt_leaves_no_argument_of_a_call_that_never_ran(store: str, bank: int) -> None:
+    plan = plan_decode(DecodeShape(1, 4, 4, 64), preset("h100"))
+    runner = BoundPlan(plan, GPU, STREAM)
+    given = values(plan)
+    runner.set(given | {"memory": 1})
+    runner.run(STREAM)
+    setattr(runner, store, Interrupted(getattr(runner, store)))
+    with pytest.raises(KeyboardInterrupt):
+        runner.set({"memory": 2})
+    setattr(runner, store, dict(getattr(runner, store)))
+    runner.set({"memory": bank})
+    runner.run(STREAM)
+    assert Recorder.log[-1][1]["memory"] == bank
+
+
 @pytest.mark.usefixtures("prepared")
 def test_a_reference_plan_does_not_run() -> None:
     plan = plan_reference_backward(WriteReadShape(1, 64, 64, 8, 8, 128, 256), preset("h100"))

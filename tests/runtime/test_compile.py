@@ -65,6 +65,15 @@ def test_a_kernel_stays_loaded_as_long_as_it_is_kept(kernels: Kernels) -> None:
     assert len(FakeModule.alive) == 0
 
 
+def test_a_kernel_stays_loaded_when_its_source_is_edited(kernels: Kernels, sources: Path) -> None:
+    """A caller's own CUDA graph may launch it."""
+    kernels.load(SPEC, HOPPER)
+    (sources / "small.cuh").write_text(SMALL_CUH.replace("SCALE * x", "SCALE - x"))
+    kernels.load(SPEC, HOPPER)
+    gc.collect()
+    assert len(FakeModule.alive) == 2
+
+
 def test_the_progress_line_says_how_many_are_left(
     kernels: Kernels, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

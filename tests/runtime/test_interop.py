@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -101,6 +105,112 @@ def test_cupy_beside_a_torch_without_a_gpu_is_one_message(monkeypatch: pytest.Mo
     monkeypatch.setattr(interop, "is_cupy", lambda array: True)
     with pytest.raises(MissingDependencyError, match="CUDA build of torch"), producer_stream(object()):
         pass
+
+
+class Streams:
+    """Torch's and CuPy's current streams by handle, and which was made to wait for which."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, torchs: int, cupys: int, capturing: int = -1) -> None:
+        self.current, self.waits = torchs, []
+        log = self.waits
+
+        @dataclass(frozen=True)
+        class Stream:
+            cuda_stream: int
+
+            def wait_stream(self, other: Stream) -> None:
+                log.append((self.cuda_stream, other.cuda_stream))
+
+        @contextlib.contextmanager
+        def stream(one: Stream) -> Iterator[None]:
+            before, self.current = self.current, one.cuda_stream
+            try:
+                yield
+            finally:
+                self.current = before
+
+        cupy = SimpleNamespace(
+            Device=lambda index: contextlib.nullcontext(),
+            get_current_stream=lambda: SimpleNamespace(ptr=cupys),
+        )
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "default_stream", lambda device: Stream(0))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(self.current))
+        monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: Stream(handle))
+        monkeypatch.setattr(torch.cuda, "stream", stream)
+        monkeypatch.setattr(interop, "load_cupy", lambda: SimpleNamespace(cuda=cupy))
+        monkeypatch.setattr(interop.driver, "stream_is_capturing", lambda handle: handle == capturing)
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    is_cuda = True
+
+    def get_device(self) -> int:
+        return 0
+
+
+CUPYS = type("ndarray", (Foreign,), {"__module__": "cupy", "device": SimpleNamespace(id=0)})(torch.ones(1))
+TORCHS = torch.ones(1).as_subclass(OnGpu)
+
+
+@pytest.mark.parametrize(("torchs", "cupys"), [(0, 0), (0, 5), (6, 0), (6, 5)])
+def test_the_streams_of_two_libraries_wait_for_each_other(
+    torchs: int, cupys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch may have queued what writes an operand, and hands its memory out again when the call is over."""
+    streams = Streams(monkeypatch, torchs, cupys)
+    apart = torchs != cupys
+    with producer_stream(CUPYS, (CUPYS, TORCHS)):
+        assert streams.current == cupys
+        assert streams.waits == [(cupys, torchs)] * apart
+    assert streams.waits == [(cupys, torchs), (torchs, cupys)] * apart
+    streams.waits.clear()
+    with pytest.raises(KeyError), producer_stream(CUPYS, (TORCHS,)):
+        raise KeyError
+    assert streams.waits == [(cupys, torchs), (torchs, cupys)] * apart
+    streams.waits.clear()
+    with producer_stream(CUPYS, (CUPYS, torch.ones(1), None)):
+        pass
+    with producer_stream(TORCHS, (TORCHS, None)):
+        assert streams.current == torchs
+    assert streams.waits == []
+    with producer_stream(TORCHS, (TORCHS, CUPYS)):  # at the start DLPack lets torch's stream wait
+        assert streams.current == torchs
+    assert streams.waits == [(cupys, torchs)] * apart
+
+
+def test_captures_and_streams_that_torch_cannot_work_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    Streams(monkeypatch, torchs=0, cupys=2)
+    with pytest.raises(RuntimeError, match="per-thread default stream"), producer_stream(CUPYS):
+        pass
+    Streams(monkeypatch, torchs=0, cupys=5, capturing=5)
+    with pytest.raises(RuntimeError, match=r"torch\.cuda\.graph"), producer_stream(CUPYS):
+        pass
+    streams = Streams(monkeypatch, torchs=0, cupys=5, capturing=5)
+    with producer_stream(CUPYS, (TORCHS,), allocates=False):
+        assert streams.current == 5
+    assert streams.waits == []
+    Streams(monkeypatch, torchs=5, cupys=5, capturing=5)
+    with producer_stream(CUPYS, (TORCHS,)):
+        pass
+
+
+def test_changes_of_another_librarys_array_do_not_reach_the_backward() -> None:
+    call = numpy_call()
+    gradients = []
+    for change in (False, True):
+        given = call | {"memory": torch.from_numpy(call["memory"].copy()), "q_val": call["q_val"].copy()}
+        given["k_val"] = torch.from_numpy(call["k_val"]).requires_grad_()
+        given["q_idx"] = call["q_idx"].copy()
+        readings = sdm_write_read(**given, num_parallel=2, num_memory_slots=6)
+        if change:
+            given["q_val"][:] = 7
+            given["q_idx"][:] = 0
+        readings.sum().backward()
+        gradients.append(given["k_val"].grad.clone())
+    assert_same_bits("gradient", *gradients)
 
 
 def numpy_call() -> dict[str, Any]:

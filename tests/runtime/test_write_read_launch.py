@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sdm_rt.errors import UnsupportedConfigurationError
+from sdm_rt.ops import write_read
 from sdm_rt.ops.checks import flat_tokens, resolve_streams
 from sdm_rt.ops.write_read_call import WriteReadCall
 from sdm_rt.ops.write_read_launch import BankLayout, operands_of, planned_shape, saved_bytes
@@ -25,6 +26,19 @@ def test_a_training_call_of_several_streams_on_one_bank_says_so_in_its_shape(
     several = shared and streams > 1
     assert planned_shape(problem.memory, operands, call, 16, training=True).shared_bank is several
     assert saved_bytes(problem.memory, operands, call) > 0
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_bound_on_lengths_leaves_padded_streams_where_they_are(packed: bool) -> None:
+    problem = make_problem(2, 6, 3, 2, 8, 9, lengths=[3, 2]).cast(torch.bfloat16)
+    tensors, streams = problem.inputs(), {"lengths": torch.tensor([3, 2])}
+    if packed:
+        tensors = {name: problem.pack(x) for name, x in tensors.items()}
+        streams = {"cu_seqlens": problem.cu_seqlens()}
+    options = write_read._Options(4, 9, 2, "none", None, False, False, 3, None)
+    call = write_read._check_call(problem.memory, tensors, streams, options)
+    operands = operands_of(problem.memory, flat_tokens(tensors))
+    assert planned_shape(problem.memory, operands, call, 16, training=True).tokens == (3 if packed else 6)
 
 
 def test_rows_further_apart_than_the_kernels_count_are_refused() -> None:

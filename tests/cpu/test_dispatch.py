@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sdm_rt
-from sdm_rt import last_dispatch, reset_dispatch
+from sdm_rt import last_dispatch, repeated_write_slots, reset_dispatch
+from sdm_rt.ops import counters
 from tests.kernels.phase1 import make_chunks
 from tests.kernels.phase1_backward import make_gradients, op_arguments
 from tests.kernels.solve import chunk_matrices
@@ -185,3 +187,17 @@ def test_copies_are_handed_out_and_a_reset_forgets_every_op() -> None:
     assert last_dispatch("product_key_topk")["op"] == "product_key_topk"
     reset_dispatch()
     assert last_dispatch() == last_dispatch("product_key_topk") == last_dispatch("sdm_decode_step") == {}
+
+
+def test_the_first_op_of_a_gpu_may_run_in_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its counter of repeats is for all later calls; the CPU stands in for the GPU."""
+    stream = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(counters, "_on_device", {})
+    repeated_write_slots()
+    with torch.inference_mode():
+        counters.device_repeats(torch.device("cpu")).add_(3)
+    assert repeated_write_slots() == 3
+    assert repeated_write_slots() == 0

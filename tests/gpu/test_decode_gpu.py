@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import sdm_rt
-from sdm_rt import repeated_write_slots, sdm_decode_step
+from sdm_rt import product_key_topk, repeated_write_slots, sdm_decode_step, sdm_write_read
 from tests.kernels.decode import decode, decode_oracle
 from tests.problems import Problem, make_problem
 from tests.tolerances import TOLERANCES, assert_close, assert_same_bits
@@ -490,6 +490,59 @@ def test_cupy_operands_beside_a_torch_bank(cupy: Any) -> None:
         torch.cuda.current_stream().synchronize()
     assert isinstance(readings, Tensor)
     assert_same_step((readings, memory), want)
+
+
+@pytest.mark.parametrize("op", ["decode", "write-read"])
+def test_torch_operands_beside_a_cupy_bank(cupy: Any, op: str) -> None:
+    """The work waits for what torch has queued, and torch's memory is not handed out again before it."""
+    inputs = on_gpu(make_problem(8, 1, 32, 32, 256, 64).cast(torch.float32))
+    memory, v = inputs.pop("memory"), inputs.pop("v")
+
+    def run(bank: Any, v: Tensor) -> Any:
+        if op == "decode":
+            return sdm_decode_step(bank, v=v, **inputs)
+        return sdm_write_read(bank, v=v, **inputs, num_parallel=8)
+
+    want_bank = memory.clone()
+    want = run(want_bank, v)
+    bank = cupy.from_dlpack(memory.clone())
+    torch.cuda.synchronize()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream, torch.cuda.stream(torch.cuda.Stream()):
+        square = torch.ones(4096, 4096, device="cuda")
+        for _ in range(20):
+            square = square @ square
+        late = torch.zeros_like(v)
+        late.copy_(v)
+        readings = run(bank, late)
+        del late
+        torch.full_like(v, torch.nan)  # where the operand lay
+    stream.synchronize()
+    assert_same_step((torch.from_dlpack(readings), torch.from_dlpack(bank)), (want, want_bank))
+
+
+@pytest.mark.parametrize("op", ["write-read", "top-k"])
+def test_cupys_per_thread_stream_and_captures_are_refused(cupy: Any, op: str) -> None:
+    inputs = on_gpu(make_problem(2, 1, 4, 4, 16, 8).cast(torch.float32))
+    arrays = as_cupy(cupy, inputs)
+    scores = cupy.ones((3, 8), dtype=cupy.float32)
+
+    def run() -> Any:
+        if op == "top-k":
+            return product_key_topk(scores, (4, 4), 3)
+        return sdm_write_read(**arrays, num_parallel=2)
+
+    with cupy.cuda.Stream.ptds, pytest.raises(RuntimeError, match="per-thread default stream"):
+        run()
+    assert bool((arrays["memory"] == cupy.from_dlpack(inputs["memory"])).all())
+    run()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        with pytest.raises(RuntimeError, match=r"torch\.cuda\.graph"):
+            run()
+        stream.end_capture()
+    run()
 
 
 class Foreign:

@@ -307,6 +307,24 @@ def test_threads_that_share_a_layer_while_others_draw_random_numbers() -> None:
 # ---- what runs plain ----
 
 
+def test_working_memory_of_cublas_that_torch_drops() -> None:
+    """Graphs go on using it; nobody else may get it."""
+    sides = Sides(**EVERYTHING)
+    sides.warm()
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    others = [torch.full((2**18,), 7, dtype=torch.int32, device=DEVICE) for _ in range(256)]
+    for _ in range(3):
+        sides.step(True)
+    assert all(bool((other == 7).all()) for other in others)
+    second = Sides(output_gate=True)
+    second.warm()
+    for _ in range(3):
+        sides.step(True)
+        second.step(True)
+
+
 def test_inputs_of_other_layouts() -> None:
     sides = Sides(torch.float32, batch=4, **EVERYTHING)
     sides.warm()

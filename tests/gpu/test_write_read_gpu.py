@@ -14,6 +14,8 @@ from torch import Tensor
 
 from sdm_rt import sdm_write_read
 from sdm_rt.bench.cases import Case, make_inputs
+from tests.problems import make_problem
+from tests.tolerances import assert_same_bits
 
 pytestmark = pytest.mark.gpu
 
@@ -137,6 +139,28 @@ def test_packed_streams_equal_padded_ones() -> None:
         )
     assert torch.equal(packed, padded.view(3, 200, -1)[keep])
     assert torch.equal(packed_bank, padded_bank)
+
+
+@pytest.mark.usefixtures("schedule_runs")
+@pytest.mark.parametrize("schedule", ["stepwise", "persistent"])
+def test_a_bound_on_the_lengths_of_padded_streams(schedule: str) -> None:
+    problem = make_problem(3, 150, 8, 8, 32, 64, lengths=[40, 7, 90]).cast(torch.bfloat16)
+    found = []
+    for bound in ({}, {"max_seqlen": 90}):
+        tensors = {name: x.nan_to_num(0).cuda() for name, x in problem.inputs().items()}
+        for name in ("k_val", "v", "beta", "g", "q_val"):
+            tensors[name].requires_grad_()
+        options = problem.options() | {"lengths": torch.tensor([40, 7, 90], device="cuda")} | bound
+        memory = problem.memory.cuda().requires_grad_()
+        readings, bank = sdm_write_read(
+            memory, **tensors, **options, schedule=schedule, return_final_bank=True
+        )
+        (readings.float().square().sum() + bank.float().square().sum()).backward()
+        assert bool((readings.view(3, 150, -1)[1, 7:] == 0).all())
+        assert bool((readings.view(3, 150, -1)[2, :90] != 0).any())
+        found.append([readings, bank, memory.grad, *(tensors[name].grad for name in ("k_val", "v", "q_val"))])
+    for at, (got, want) in enumerate(zip(found[1], found[0], strict=True)):
+        assert_same_bits(str(at), got, want)
 
 
 @pytest.mark.parametrize("layout", ["strided columns", "offset", "row stride"])

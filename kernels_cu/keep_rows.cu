@@ -33,13 +33,13 @@ struct Words {
     }
 };
 
-// The larger; NaN where either is.
-static __device__ __forceinline__ float larger(float x, float y) {
-    return x != x || x > y ? x : y;
+// Magnitudes compare as their bits do, NaN above infinity.
+static __device__ __forceinline__ unsigned magnitude_bits(float x) {
+    return __float_as_uint(x) & 0x7fffffffu;
 }
-static __device__ __forceinline__ float warp_max(float x) {
+static __device__ __forceinline__ unsigned warp_max(unsigned x) {
 #pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) x = larger(x, __shfl_xor_sync(0xffffffffu, x, distance));
+    for (int distance = 16; distance > 0; distance /= 2) x = max(x, __shfl_xor_sync(0xffffffffu, x, distance));
     return x;
 }
 
@@ -53,7 +53,7 @@ static __device__ __forceinline__ void visit_row(const BANK* row, Words& held, i
             const int at = slice + first + l * 32 * VECTOR;
             if (at >= D) continue;
             float value[VECTOR];
-            unpack<BANK, VECTOR>(held.word[l], value);
+            unpack_pairs<BANK, VECTOR>(held.word[l], value);
             visit(at, value);
         }
     }
@@ -74,20 +74,27 @@ static __device__ __forceinline__ void store_bytes(unsigned char* p, const unsig
 // Keeps the row as fp8 or int4. `held` holds the row's first slice.
 static __device__ __forceinline__ void quantize_row(const BANK* row, Words& held, int first, int D, unsigned char* out,
                                                     float* scale_out) {
-    float largest = 0.0f;
+    unsigned largest_bits = 0;
     visit_row(row, held, first, D, [&](int, const float (&value)[VECTOR]) {
 #pragma unroll
-        for (int c = 0; c < VECTOR; ++c) largest = larger(largest, fabsf(value[c]));
+        for (int c = 0; c < VECTOR; ++c) largest_bits = max(largest_bits, magnitude_bits(value[c]));
     });
-    largest = warp_max(largest);
+    const float largest = __uint_as_float(warp_max(largest_bits));
 #if SNAPSHOT == 3
     float scale = row_scale(largest, 448.0f);
     if (scale == 0.0f) scale = 1.0f;
     const float inverse = 1.0f / scale;
     visit_row(row, held, first, D, [&](int at, const float (&value)[VECTOR]) {
         unsigned char bytes[VECTOR];
+#if VECTOR > 1
 #pragma unroll
-        for (int c = 0; c < VECTOR; ++c) bytes[c] = static_cast<unsigned char>(fp8_from_float(value[c] * inverse));
+        for (int c = 0; c < VECTOR; c += 2) {
+            const unsigned short pair = fp8x2_from_floats(value[c] * inverse, value[c + 1] * inverse);
+            memcpy(bytes + c, &pair, 2);
+        }
+#else
+        bytes[0] = static_cast<unsigned char>(fp8x2_from_floats(value[0] * inverse, 0.0f));
+#endif
         store_bytes(out + at, bytes);
     });
 #else
@@ -99,8 +106,9 @@ static __device__ __forceinline__ void quantize_row(const BANK* row, Words& held
     visit_row(row, held, first, D, [&](int, const float (&value)[VECTOR]) {
 #pragma unroll
         for (int c = 0; c < VECTOR; ++c) {
+            // At most 7.5 and a rounding of the scale: nothing to clamp.
             const float a = (int4_level(value[c] * inverse_whole) + 0.5f) * whole - value[c];
-            const float b = (int4_level(value[c] * inverse_clipped) + 0.5f) * clipped - value[c];
+            const float b = (int4_level(int4_clamp(value[c] * inverse_clipped)) + 0.5f) * clipped - value[c];
             error_whole = fmaf(a, a, error_whole);
             error_clipped = fmaf(b, b, error_clipped);
         }
@@ -109,20 +117,17 @@ static __device__ __forceinline__ void quantize_row(const BANK* row, Words& held
     const float scale = clips ? clipped : whole, inverse = clips ? inverse_clipped : inverse_whole;
     visit_row(row, held, first, D, [&](int at, const float (&value)[VECTOR]) {
 #if VECTOR > 1
-        unsigned char bytes[VECTOR / 2];
+        unsigned word = 0;
 #pragma unroll
-        for (int c = 0; c < VECTOR; c += 2) {
-            const int low = static_cast<int>(int4_level(value[c] * inverse)) + 8;
-            const int high = static_cast<int>(int4_level(value[c + 1] * inverse)) + 8;
-            bytes[c / 2] = static_cast<unsigned char>(low | high << 4);
-        }
+        for (int c = 0; c < VECTOR; ++c) word |= int4_code(int4_clamp(value[c] * inverse)) << 4 * c;
+        unsigned char bytes[VECTOR / 2];
+        memcpy(bytes, &word, sizeof(bytes));
         store_bytes(out + at / 2, bytes);
 #else
         // Lanes of even columns write a byte; beyond the row its high half is level 0.
         if (at % 2) return;
         const float next = at + 1 < D ? to_float(row[at + 1]) : 0.0f;
-        const int low = static_cast<int>(int4_level(value[0] * inverse)) + 8;
-        const int high = static_cast<int>(int4_level(next * inverse)) + 8;
+        const unsigned low = int4_code(int4_clamp(value[0] * inverse)), high = int4_code(int4_clamp(next * inverse));
         out[at / 2] = static_cast<unsigned char>(low | high << 4);
 #endif
     });

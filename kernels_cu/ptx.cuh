@@ -367,5 +367,13 @@ __device__ __forceinline__ unsigned fp16x2_from_floats(float low, float high) {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
     return bits;
 }
+#if __CUDA_ARCH__ >= 890
+// Two bytes; beyond +-448 the largest finite value, NaN as NaN.
+__device__ __forceinline__ unsigned short e4m3x2_from_floats(float low, float high) {
+    unsigned short bits;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bits) : "f"(high), "f"(low));
+    return bits;
+}
+#endif
 
 }  // namespace ptx

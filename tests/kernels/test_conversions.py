@@ -1,4 +1,4 @@
-"""Conversions of numeric.cuh against PyTorch's, bit for bit, on the emulator and on the GPU."""
+"""Conversions of numeric.cuh and snapshot.cuh against PyTorch's, bit for bit, on emulator and GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.kernels.backends import BACKENDS, Backend, execute, require
 from tests.tolerances import assert_same_bits
 
 COUNT = 1 << 16
-OUTPUTS = ("bf16", "fp16", "bf16_pairs", "fp16_pairs", "wide_bf16", "wide_fp16", "decays")
+OUTPUTS = ("bf16", "fp16", "bf16_pairs", "fp16_pairs", "wide_bf16", "wide_fp16", "decays", "fp8", "int4")
 
 
 def interesting_floats() -> Tensor:
@@ -23,10 +23,16 @@ def interesting_floats() -> Tensor:
     ties = torch.randint(0, 4, (2 * COUNT,), generator=generator)
     bits = torch.where(ties == 1, (bits & ~0xFFFF) | 0x8000, bits)
     bits = torch.where(ties == 2, (bits & ~0x1FFF) | 0x1000, bits)
-    # Half of them in the range of float16 and its subnormal numbers.
+    bits = torch.where(ties == 3, (bits & ~0xFFFFF) | 0x80000, bits)
+    # Half of them in the range of float16 and its subnormal numbers,
+    # a fifth in that of e4m3fn, two fifths at int4's steps and beside them.
     exponent = torch.randint(100, 144, (2 * COUNT,), generator=generator) << 23
     bits[::2] = (bits[::2] & ~0x7F800000) | exponent[::2]
+    exponent = torch.randint(115, 138, (2 * COUNT,), generator=generator) << 23
+    bits[::5] = (bits[::5] & ~0x7F800000) | exponent[::5]
     x = bits.to(torch.int32).view(torch.float32)
+    x[1::5] = torch.randint(-20, 21, x[1::5].shape, generator=generator) / 2
+    x[2::5] = torch.nextafter(x[1::5][: x[2::5].numel()], x[2::5])
     special = [
         0.0,
         -0.0,
@@ -39,6 +45,10 @@ def interesting_floats() -> Tensor:
         3.4e38,
         2.0**-24,
         2.0**-25,
+        448.0,
+        463.9,
+        464.0,
+        2.0**-10,  # half of the smallest e4m3fn
     ]
     x[: len(special)] = torch.tensor(special)
     return x
@@ -64,6 +74,8 @@ def converted(request: pytest.FixtureRequest, kernels_of_the_tests: None) -> dic
         "wide_bf16": torch.empty(COUNT, dtype=wide),
         "wide_fp16": torch.empty(COUNT, dtype=wide),
         "decays": torch.empty(2 * COUNT, dtype=wide),
+        "fp8": torch.empty(COUNT, dtype=half),
+        "int4": torch.empty(2 * COUNT, dtype=torch.uint8),
     }
     launch = Launch(
         name="conversions",
@@ -92,6 +104,15 @@ def test_conversions(converted: dict[str, Tensor]) -> None:
         number = ~source.isnan()
         assert_same_bits(f"{name} to float", wide[number], source.float()[number])
         assert bool(wide[~number].isnan().all())
+
+
+def test_quantized_values(converted: dict[str, Tensor]) -> None:
+    x = converted["x"]
+    number = (x == 0) | (x.abs() >= torch.finfo(torch.float32).tiny)  # smaller numbers are 0 to the kernels
+    want = x.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    assert_same_bits("float to fp8", converted["fp8"].view(torch.uint8)[number], want[number])
+    level = x.floor().clamp(-8, 7)
+    assert_same_bits("float to int4", converted["int4"][number], (level + 8).to(torch.uint8)[number])
 
 
 def test_decays(converted: dict[str, Tensor]) -> None:

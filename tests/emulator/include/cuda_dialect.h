@@ -261,6 +261,12 @@ inline float __fadd_rn(float a, float b) {
 inline float __fsub_rn(float a, float b) {
     return a - b;
 }
+// Rounded down: what the sum to nearest is too large by is a float itself.
+inline float __fadd_rd(float a, float b) {
+    const float sum = a + b, of_b = sum - a;
+    const float error = (a - (sum - of_b)) + (b - of_b);
+    return error < 0.0f ? nextafterf(sum, -INFINITY) : sum;
+}
 inline float __fmaf_rn(float a, float b, float c) {
     return fmaf(a, b, c);
 }

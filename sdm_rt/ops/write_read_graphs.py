@@ -3,9 +3,9 @@
 A graph addresses fixed memory, and rewriting the arguments of its nodes for every call would cost the host
 about what the launches did. So a captured call owns its memory: inputs are copied in and results are copied
 out, by a few device copies beside hundreds of launches. What its forward saves stays in its own memory until
-the backward, and as long as any tensor shares that memory (autograd's saved tensor, or what a hook or
-checkpointing holds) the captured call is taken and another one of the shape serves the next call. All calls
-captured on a stream share one block of working memory, since their launches run one after another.
+the backward, and as long as any tensor shares that memory (autograd's saved tensor, or what a caller made of
+it) the captured call is taken and another one of the shape serves the next call. All calls captured on a
+stream share one block of working memory, since their launches run one after another.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ MOST_SHAPES = 32
 """Shapes with captured calls; each holds the memory of a training call."""
 
 _storage_uses = torch._C._storage_Use_Count
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # PyTorch 2.8 and later
 
 
 @dataclass(frozen=True)
@@ -86,16 +87,24 @@ class _CapturedCall:
 
     Parameters
     ----------
+    key : hashable
+        What it is found by.
     bank, flat, call, streams
         As of `sdm_rt.ops.write_read_launch.training_forward_on_gpu`; only shapes and dtypes count.
     """
 
     def __init__(
-        self, bank: Tensor, flat: dict[str, Tensor], call: WriteReadCall, streams: dict[str, Tensor]
+        self,
+        key: Hashable,
+        bank: Tensor,
+        flat: dict[str, Tensor],
+        call: WriteReadCall,
+        streams: dict[str, Tensor],
     ) -> None:
         def room(tensor: Tensor) -> Tensor:
             return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
+        self.key = key
         self.stream = current_stream(bank.get_device())
         self._call = call
         self._bank = room(bank)
@@ -141,9 +150,17 @@ class _CapturedCall:
         bank.copy_(self._bank)
         return self._readings.clone()
 
-    def retreat(self, bank: Tensor, grad_readings: Tensor, grad_final: Tensor | None) -> Gradients:
-        """Run the backward of the latest forward: restore ``bank`` in place and return the gradients."""
-        graph, room, grads = self._captured_backward()
+    def retreat(self, bank: Tensor, grad_readings: Tensor, grad_final: Tensor | None) -> Gradients | None:
+        """Run the backward of the latest forward: restore ``bank`` in place and return the gradients.
+
+        None, and nothing has run, where there is no memory for it.
+        """
+        try:
+            graph, room, grads = self._captured_backward()
+        except torch.OutOfMemoryError:
+            self._backward = self._grad_readings = self._grads = None
+            _pool.forgo(self.key)
+            return None
         room.copy_(grad_readings.detach())
         if grad_final is None:
             grads.memory.zero_()
@@ -236,14 +253,20 @@ class _Pool:
             if len(self._calls[key]) == MOST_CALLS:
                 return None
             try:
-                new = _CapturedCall(bank, flat, call, streams)
+                new = _CapturedCall(key, bank, flat, call, streams)
             except torch.OutOfMemoryError:
-                self._make_room(0)
-                self._too_large.add(key)
+                self.forgo(key)
                 return None
             self._calls[key].append(new)
             self._by_address[new.saved.data_ptr()] = new
             return new, new.saved.detach()
+
+    def forgo(self, key: Hashable) -> None:
+        """Run a shape plain from now on, since its captures do not fit; let go of what no call waits for."""
+        with self._lock:
+            self._too_large.add(key)
+            self._make_room(0)
+            _scratch.clear()
 
     def _make_room(self, shapes: int) -> None:
         """Drop the free calls of the shapes that were not used for longest, all but ``shapes`` shapes."""
@@ -316,8 +339,7 @@ def replay_forward(
     """
     if not _asked.depth or call.shape.rows == 0 or call.longest == 0:
         return None
-    # What a hook copies on a stream of its own may be read after it let go of the tensor.
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    if _has_saved_tensor_hooks():
         return None
     if not _may_replay(current_stream(bank.get_device())):
         return None
@@ -349,6 +371,11 @@ def replay_backward(
     if stream != captured.stream or not _may_replay(stream):
         return None
     return captured.retreat(bank, grad_readings, grad_final)
+
+
+def _has_saved_tensor_hooks() -> bool:
+    """Whether a hook may read what a call saves after it let go of it; True where PyTorch cannot tell."""
+    return _top_hooks is None or _top_hooks(True) is not None
 
 
 def _may_replay(stream: int) -> bool:
@@ -386,7 +413,7 @@ def reset_cuda_graphs() -> None:
     """Drop every CUDA graph: those of ``cuda_graph=True`` with their memory, and those of repeated calls.
 
     Calls that still wait for their backward keep what they saved and run it kernel by kernel. Later calls
-    capture anew.
+    capture anew. The working memory of one-token graphs stays for those.
     """
     _pool.clear()
     forget_replays()

@@ -120,9 +120,11 @@ def producer_stream(
         allocates, for a capture by CuPy, after which PyTorch would give the graph's memory to others.
     """
     if not is_cupy(array):
-        yield
-        if isinstance(array, Tensor) and array.is_cuda and any(map(is_cupy, operands)):
-            _let_wait(_cupy_stream(array.get_device()), torch.cuda.current_stream(array.device))
+        try:
+            yield
+        finally:
+            if isinstance(array, Tensor) and array.is_cuda and any(map(is_cupy, operands)):
+                _let_wait(_cupy_stream(array.get_device()), torch.cuda.current_stream(array.device))
         return
     if not torch.cuda.is_available():
         raise MissingDependencyError(
@@ -136,12 +138,13 @@ def producer_stream(
             "CuPy's current stream is the per-thread default stream, which PyTorch cannot work on; make the "
             "call in `with cupy.cuda.Stream():`"
         )
-    if allocates and own != before and driver.stream_is_capturing(own.cuda_stream):
+    apart = own.cuda_stream != before.cuda_stream  # streams of another origin are never equal
+    if allocates and apart and driver.stream_is_capturing(own.cuda_stream):
         raise RuntimeError(
             "the call stands inside a capture that CuPy began, of which PyTorch's allocator knows nothing; "
             "capture with torch.cuda.graph, and let cupy.cuda.ExternalStream work on the same stream"
         )
-    shared = own != before and any(isinstance(operand, Tensor) and operand.is_cuda for operand in operands)
+    shared = apart and any(isinstance(operand, Tensor) and operand.is_cuda for operand in operands)
     if shared:
         _let_wait(own, before)
     try:
@@ -168,7 +171,7 @@ def _let_wait(stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
 
     Not where one of them captures: a capture may wait for nothing outside it.
     """
-    if stream == other:
+    if stream.cuda_stream == other.cuda_stream:
         return
     if not any(driver.stream_is_capturing(one.cuda_stream) for one in (stream, other)):
         stream.wait_stream(other)

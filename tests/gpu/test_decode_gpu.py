@@ -545,6 +545,27 @@ def test_cupys_per_thread_stream_and_captures_are_refused(cupy: Any, op: str) ->
     run()
 
 
+def test_a_cupy_bank_in_a_capture_of_torch(cupy: Any) -> None:
+    """As the refusal of CuPy's own captures says."""
+    inputs = on_gpu(make_problem(2, 1, 4, 4, 16, 8).cast(torch.float32))
+    arrays = as_cupy(cupy, inputs)
+    want_bank = inputs.pop("memory").clone()
+    want = [sdm_write_read(want_bank, **inputs, num_parallel=2) for _ in range(3)]
+    bank = arrays.pop("memory")
+    start = bank.copy()
+    sdm_write_read(bank, **arrays, num_parallel=2)
+    bank[...] = start
+    cupy.cuda.Device().synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+        readings = sdm_write_read(bank, **arrays, num_parallel=2)
+    for one in want:
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_same_bits("readings", torch.from_dlpack(readings), one)
+    assert_same_bits("bank", torch.from_dlpack(bank), want_bank)
+
+
 class Foreign:
     """An array of some library: DLPack and nothing else."""
 

@@ -114,7 +114,7 @@ class Streams:
         self.current, self.waits = torchs, []
         log = self.waits
 
-        @dataclass(frozen=True)
+        @dataclass(eq=False)  # as PyTorch's: one of its pool and an external one of the same handle differ
         class Stream:
             cuda_stream: int
 

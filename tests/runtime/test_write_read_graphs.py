@@ -375,6 +375,38 @@ def test_a_capture_without_memory_leaves_the_call_plain(
     assert captured_calls() == 0
 
 
+def test_a_backward_without_memory_runs_plain(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, replayed = layers()
+    for _ in range(2):
+        step(replayed, tokens(0, 5))
+    step(replayed, tokens(0))
+
+    def full(*given: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(write_read_graphs, "bind_backward", full)
+        machine.forget()
+        got = step(replayed, tokens(1))
+        assert (machine.replayed, machine.launched) == (["forward"], ["backward"])
+    assert_same(got, step(plain, tokens(1)))
+    assert captured_calls() == 1  # that waited; others made room
+    for at in range(3):
+        machine.forget()
+        assert_same(step(replayed, tokens(at)), step(plain, tokens(at)))
+        assert machine.replayed == []
+
+
+def test_a_torch_that_does_not_tell_of_hooks_runs_plain(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write_read_graphs, "_top_hooks", None)
+    plain, replayed = layers()
+    for at in range(3):
+        assert_same(step(replayed, tokens(at)), step(plain, tokens(at)))
+    assert machine.captured == []
+
+
 def test_lengths_may_change_between_replays(machine: Machine) -> None:
     plain, replayed = layers()
     for at, lengths in enumerate(([7, 3], [2, 7], [0, 1], [7, 7])):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,11 @@ def save_checkpoint(path: Path, content: dict[str, Any]) -> None:
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
     """Read a checkpoint onto the CPU; a file that is none is a DemoError naming it."""
+    stored = path.read_bytes()
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(io.BytesIO(stored), map_location="cpu", weights_only=True)
+    except MemoryError:
+        raise
     except Exception as error:  # torch.load raises one of many types, by where the file is broken
         raise DemoError(
             f"{path} is not a checkpoint of the demo ({error}); delete it to start again"

@@ -374,6 +374,21 @@ class TestCheckpoint:
         with pytest.raises(DemoError, match=r"run\.pt is not a checkpoint of the demo"):
             load_checkpoint(path)
 
+    def test_what_hinders_reading_is_not_the_files_fault(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with pytest.raises(IsADirectoryError, match=str(tmp_path)):
+            load_checkpoint(tmp_path)
+        path = tmp_path / "run.pt"
+        path.write_bytes(b"whole")
+
+        def no_memory(*arguments: object, **named: object) -> None:
+            raise MemoryError
+
+        monkeypatch.setattr(checkpoint.torch, "load", no_memory)
+        with pytest.raises(MemoryError):
+            load_checkpoint(path)
+
     def test_other_text_and_other_sizes_are_refused(self, corpus: Corpus, tmp_path: Path) -> None:
         path = tmp_path / "run.pt"
         TrainingRun(SMALL, corpus, True, CPU).save(path)

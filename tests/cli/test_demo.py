@@ -355,9 +355,12 @@ class TestTraining:
 
 
 class TestCheckpoint:
-    def test_failed_save_keeps_the_old_one(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_failed_save_keeps_the_old_one(
+        self, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         path = tmp_path / "run.pt"
-        save_checkpoint(path, {"step": 1})
+        TrainingRun(SMALL, corpus, True, CPU).save(path)
+        whole = path.read_bytes()
 
         def break_off(content: object, stream: object) -> None:
             stream.write(b"half")  # type: ignore[attr-defined]
@@ -366,13 +369,32 @@ class TestCheckpoint:
         monkeypatch.setattr(checkpoint.torch, "save", break_off)
         with pytest.raises(OSError, match="disk full"):
             save_checkpoint(path, {"step": 2})
-        assert load_checkpoint(path) == {"step": 1}
+        assert path.read_bytes() == whole
 
-    def test_broken_file_is_named(self, tmp_path: Path) -> None:
-        path = tmp_path / "run.pt"
-        path.write_bytes(b"no checkpoint")
-        with pytest.raises(DemoError, match=r"run\.pt is not a checkpoint of the demo"):
-            load_checkpoint(path)
+    @pytest.mark.parametrize(
+        ("content", "reason"),
+        [
+            (b"no checkpoint", "Weights only load failed"),
+            (b"junk text", "KeyError"),
+            (b"", "EOFError"),
+            ({"a": torch.zeros(2)}, "it lacks what the demo saves"),
+            (torch.zeros(2), "it lacks what the demo saves"),
+            ({key: {} for key in checkpoint.CONTENT}, "its sizes are not those of this version"),
+        ],
+    )
+    def test_what_is_no_checkpoint_is_named_with_the_reason(
+        self, content: object, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        path = tmp_path / "sdm.pt"
+        if isinstance(content, bytes):
+            path.write_bytes(content)
+        else:
+            torch.save(content, path)
+        for words in ([], ["--resume"]):
+            assert main(["demo", "--out", str(tmp_path), *words]) == 2
+            assert capsys.readouterr().err == (
+                f"sdm-rt demo: {path} is not a checkpoint of the demo ({reason}); delete it to start again\n"
+            )
 
     def test_what_hinders_reading_is_not_the_files_fault(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -556,6 +557,30 @@ class TestCommand:
         status, _, complaint = self.run(capsys, "--resume", "--out", out)
         assert status == 2
         assert "another text" in complaint
+
+    @pytest.mark.parametrize(("with_sdm", "expected"), [(True, 130), (False, 0)])
+    def test_ctrl_c_at_the_end_of_a_model_stops_where_another_is_to_come(
+        self,
+        text_folder: Path,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+        with_sdm: bool,
+        expected: int,
+    ) -> None:
+        def interrupted(run: TrainingRun, *rest: Any) -> None:
+            train(run, *rest)
+            if bool(run.model.sdm_layers) == with_sdm:
+                signal.raise_signal(signal.SIGINT)
+
+        monkeypatch.setattr(experiment, "train", interrupted)
+        out = tmp_path / "run"
+        status, printed, _ = self.run(capsys, "--text", text_folder, "--out", out, *SMALL_OPTIONS)
+        assert status == expected
+        assert (f"sdm-rt demo --resume --out {out}" in printed) == with_sdm
+        assert (out / "baseline.pt").exists() != with_sdm
+        monkeypatch.undo()
+        assert self.run(capsys, "--resume", "--out", out)[0] == 0
 
     def test_nothing_to_resume(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         status, _, complaint = self.run(capsys, "--resume", "--out", tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from dataclasses import replace
@@ -256,6 +257,21 @@ def test_cache_lists_and_clears(
     assert "KiB freed" in capsys.readouterr().out
     assert main(["cache"]) == 0
     assert "0 kernel files" in capsys.readouterr().out
+
+
+def test_a_cache_that_cannot_be_cleared_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fill(tmp_path / "cache", monkeypatch)
+
+    def read_only(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "unlink", read_only)
+    assert main(["cache", "clear"]) == 1
+    told = capsys.readouterr()
+    named = tmp_path / "cache" / cache.CUBINS / "abc.cubin"
+    assert (told.out, told.err) == ("", f"sdm-rt cache: [Errno 13] Permission denied: '{named}'\n")
 
 
 def test_doctor_shows_the_cache_and_the_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

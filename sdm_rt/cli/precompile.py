@@ -200,7 +200,7 @@ def run(arguments: argparse.Namespace) -> int:
             for spec, _, path, built in precompile(dict.fromkeys(specs), [target], arguments.output):
                 done = "compiled" if built else "present "
                 print(f"{done} {target} {spec.file} {' '.join(spec.options)} {path.name}")
-    except (MissingDependencyError, KernelCompileError, OSError) as error:
+    except (MissingDependencyError, KernelCompileError, OSError, ValueError) as error:
         print(f"sdm-rt precompile: {error}", file=sys.stderr)
         return 1
     print(f"Use it with SDM_RT_PRECOMPILED={arguments.output.resolve()}")

@@ -190,6 +190,26 @@ def test_what_stops_precompile_is_told_without_a_traceback(
     assert told.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("command", "variable"),
+    [("cache", "SDM_RT_CACHE_DIR"), ("precompile --arch sm_80 --shape W=4,R=4,D=16,S=64", "SDM_RT_KERNELS")],
+)
+def test_a_folder_of_nobody_is_one_line(
+    command: str,
+    variable: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(variable, "~nobodyatall/x")
+    words = command.split()
+    assert main(words) == 1
+    told = capsys.readouterr().err
+    assert told.startswith(f"sdm-rt {words[0]}: {variable}: '~nobodyatall/x' names no folder: ")
+    assert told.count("\n") == 1
+
+
 def test_a_kernel_that_does_not_compile_is_told_without_a_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -220,6 +224,24 @@ def test_a_kernel_that_does_not_compile_is_told_without_a_traceback(
     words = ["precompile", "--arch", "sm_90", "--shape", SHAPE, "--output", str(tmp_path)]
     assert main(words) == 1
     assert capsys.readouterr().err == "sdm-rt precompile: decode.cu does not compile for sm_90:\nthe log\n"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends SIGINT to another process")
+def test_ctrl_c_stops_at_once_and_keeps_what_was_built(tmp_path: Path) -> None:
+    words = ["--arch", "sm_90", "--shape", SHAPE, "--output", str(tmp_path)]
+    with subprocess.Popen(
+        [sys.executable, "-m", "sdm_rt.cli", "precompile", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as process:
+        assert process.stdout is not None
+        name = process.stdout.readline().split()[-1]
+        process.send_signal(signal.SIGINT)
+        told = process.communicate(timeout=120)[1]
+    assert (process.returncode, told) == (130, "\nsdm-rt precompile: stopped; what was built is kept\n")
+    assert name in {entry.cubin for entry in cache.entries(tmp_path)}
 
 
 def test_the_page_counts_the_kernel_files_of_its_command() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from sdm_rt.demo.config import DemoConfig
-from sdm_rt.demo.errors import DemoError
+from sdm_rt.demo.errors import DemoError, is_lack_of_memory
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
 
@@ -32,9 +32,9 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     stored = path.read_bytes()
     try:
         content = torch.load(io.BytesIO(stored), map_location="cpu", weights_only=True)
-    except MemoryError:
-        raise
     except Exception as error:  # torch.load raises one of many types, by where the file is broken
+        if is_lack_of_memory(error):
+            raise
         raise _no_checkpoint(path, _reason(error)) from error
     if not isinstance(content, dict) or not content.keys() >= CONTENT:
         raise _no_checkpoint(path, "it lacks what the demo saves")

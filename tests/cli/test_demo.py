@@ -487,7 +487,8 @@ class TestCommand:
         )
 
         # A request that cannot be met leaves it alone.
-        for wrong in (["--text", tmp_path / "mistyped"], ["--text", text_folder, "--seed", 2**64]):
+        here = ["--text", text_folder]
+        for wrong in (["--text", tmp_path / "mistyped"], [*here, "--seed", 2**64], [*here, "--dim", 10**15]):
             status, _, _ = self.run(capsys, "--out", out, *wrong)
             assert status == 2
             for name in experiment.CHECKPOINTS.values():
@@ -618,6 +619,33 @@ class TestCommand:
         status, _, complaint = self.run(capsys, *words)
         assert status == 2
         assert complaint == f"sdm-rt demo: seed must be from -2**63 to 2**64 - 1, got {10**23}\n"
+
+    @pytest.mark.parametrize("size", ["--dim=1000000000000000", "--batch=100000000000000000"])
+    def test_sizes_beyond_the_memory_are_one_line(
+        self, text_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], size: str
+    ) -> None:
+        words = ["--text", text_folder, "--out", tmp_path / "out", *SMALL_OPTIONS, size]
+        status, _, complaint = self.run(capsys, *words)
+        assert status == 2
+        assert complaint.endswith(
+            "sdm-rt demo: the memory is too small for these sizes; "
+            "less of --batch, --seq-len, --dim, --layers or --slots needs less\n"
+        )
+
+    @pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory")])
+    def test_lack_of_memory_has_many_types(
+        self,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+        error: BaseException,
+    ) -> None:
+        def fail(request: object) -> None:
+            raise error
+
+        monkeypatch.setattr(experiment, "perform", fail)
+        status, _, complaint = self.run(capsys, "--out", tmp_path)
+        assert (status, complaint.count("\n")) == (2, 1)
 
     def test_missing_packages_are_one_error(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

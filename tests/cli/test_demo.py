@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import importlib.util
 import json
 import math
@@ -161,6 +162,19 @@ class TestText:
         (tmp_path / "empty").mkdir()
         with pytest.raises(DemoError, match=r"no UTF-8 text file in .*empty"):
             load_corpus(tmp_path / "empty", 64)
+
+    def test_what_cannot_be_read_is_said_as_it_is(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with pytest.raises(DemoError, match=f"{os.devnull}: neither a file nor a folder"):
+            load_corpus(Path(os.devnull), 64)
+
+        def unreadable(path: object) -> None:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+        monkeypatch.setattr(os, "scandir", unreadable)
+        with pytest.raises(PermissionError, match=str(tmp_path)):
+            load_corpus(tmp_path, 64)
 
     def test_too_few_bytes_asked_for(self, tmp_path: Path) -> None:
         with pytest.raises(DemoError, match=r"Python standard library is too short: 0 .* more --text-bytes"):

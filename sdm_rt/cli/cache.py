@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import asdict
 
 from sdm_rt.runtime import cache
@@ -19,9 +20,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """List or clear the cache; return the exit status."""
-    folder = cache.cache_folder()
+    try:
+        folder = cache.cache_folder()
+        freed = cache.clear() if arguments.action == "clear" else 0
+    except (OSError, ValueError) as error:
+        print(f"sdm-rt cache: {error}", file=sys.stderr)
+        return 1
     if arguments.action == "clear":
-        freed = cache.clear()
         if arguments.json:
             print(json.dumps({"folder": str(folder), "freed_bytes": freed}, indent=1))
         else:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from sdm_rt.demo.config import DemoConfig
-from sdm_rt.demo.errors import DemoError
+from sdm_rt.demo.errors import DemoError, is_lack_of_memory
 from sdm_rt.ops.availability import gpu_path_obstacle
 
 __all__ = ["add_arguments", "run"]
@@ -94,6 +94,15 @@ def run(arguments: argparse.Namespace) -> int:
             return INTERRUPTED
     except (DemoError, OSError) as error:
         print(f"sdm-rt demo: {error}", file=sys.stderr)
+        return WRONG_USE
+    except (MemoryError, RuntimeError) as error:
+        if not is_lack_of_memory(error):
+            raise
+        print(
+            "sdm-rt demo: the memory is too small for these sizes; "
+            "less of --batch, --seq-len, --dim, --layers or --slots needs less",
+            file=sys.stderr,
+        )
         return WRONG_USE
     except KeyboardInterrupt:
         print(f"\nsdm-rt demo: interrupted; checkpoints, if any yet, are in {arguments.out}", file=sys.stderr)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from math import isqrt, prod
 from pathlib import Path
+from types import FrameType
 from typing import NamedTuple
 
 from sdm_rt.errors import KernelCompileError, MissingDependencyError
@@ -49,6 +53,8 @@ from sdm_rt.runtime.nvrtc import check_target
 from sdm_rt.runtime.precompile import precompile
 
 __all__ = ["add_arguments", "kernels_of", "run"]
+
+INTERRUPTED = 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -184,6 +190,22 @@ def kernels_of(of: CallShape, target: str) -> Iterator[KernelSpec]:
             yield topk_kernel(TopkShape(1, factors, selected, shape.bank_dtype))
 
 
+@contextlib.contextmanager
+def _ended_by_interrupt() -> Iterator[None]:
+    """End the process at Ctrl-C: an exception would wait for the compiles under way, seconds long."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        os.write(2, b"\nsdm-rt precompile: stopped; what was built is kept\n")
+        os._exit(INTERRUPTED)
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@_ended_by_interrupt()
 def run(arguments: argparse.Namespace) -> int:
     """Fill the folder; return the exit status."""
     for shape, factors in arguments.shape:
@@ -199,8 +221,8 @@ def run(arguments: argparse.Namespace) -> int:
             specs = [spec for one in arguments.shape for spec in kernels_of(one, target)]
             for spec, _, path, built in precompile(dict.fromkeys(specs), [target], arguments.output):
                 done = "compiled" if built else "present "
-                print(f"{done} {target} {spec.file} {' '.join(spec.options)} {path.name}")
-    except (MissingDependencyError, KernelCompileError, OSError) as error:
+                print(f"{done} {target} {spec.file} {' '.join(spec.options)} {path.name}", flush=True)
+    except (MissingDependencyError, KernelCompileError, OSError, ValueError) as error:
         print(f"sdm-rt precompile: {error}", file=sys.stderr)
         return 1
     print(f"Use it with SDM_RT_PRECOMPILED={arguments.output.resolve()}")

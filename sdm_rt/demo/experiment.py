@@ -20,7 +20,7 @@ from sdm_rt.demo.picture import draw
 from sdm_rt.demo.progress import ProgressBar
 from sdm_rt.demo.slots import count_slot_use
 from sdm_rt.demo.text import Corpus, load_corpus
-from sdm_rt.demo.training import StopOnInterrupt, TrainingRun, train
+from sdm_rt.demo.training import StopOnInterrupt, StoppedError, TrainingRun, train
 
 __all__ = ["Request", "perform"]
 
@@ -83,9 +83,12 @@ def perform(request: Request) -> bool:
     if not request.resume:
         for name in CHECKPOINTS.values():
             (request.out / name).unlink(missing_ok=True)
-    for with_sdm, run in runs.items():
-        with StopOnInterrupt() as stop, ProgressBar(NAMES[with_sdm], config.steps, run.step) as progress:
-            train(run, windows, request.out / CHECKPOINTS[with_sdm], progress, stop)
+    with StopOnInterrupt() as stop:
+        for with_sdm, run in runs.items():
+            with ProgressBar(NAMES[with_sdm], config.steps, run.step) as progress:
+                train(run, windows, request.out / CHECKPOINTS[with_sdm], progress, stop)
+            if stop.requested and with_sdm:  # it came in the last step, and the other model is still to do
+                raise StoppedError
     sdm, baseline = runs[True], runs[False]
     slot_use = count_slot_use(sdm.model, windows, config.batch)
     draw(request.out / "curves.png", sdm.history, baseline.history, unigram, slot_use)

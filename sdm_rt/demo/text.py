@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -70,6 +71,8 @@ def load_corpus(path: Path | None, least: int, most: int = 0) -> Corpus:
     ------
     DemoError
         No such path, no text in it, or less than ``least`` bytes on either side of the split.
+    OSError
+        ``path`` may not be read.
     """
     if path is None:
         sources = standard_library_files()
@@ -83,6 +86,7 @@ def load_corpus(path: Path | None, least: int, most: int = 0) -> Corpus:
         files = read_files(path, (found for found in path.rglob("*") if found.is_file()), most)
         origin = str(path)
         if not files:
+            os.scandir(path).close()  # a folder that may not be read is the system's error
             within = f" that {most:,} bytes hold" if most else ""
             raise DemoError(f"no UTF-8 text file{within} in {path}")
     elif path.is_file():
@@ -90,7 +94,8 @@ def load_corpus(path: Path | None, least: int, most: int = 0) -> Corpus:
         files = {path.name: content[:most] if most else content}
         origin = str(path)
     else:
-        raise DemoError(f"--text {path}: no such file or folder")
+        problem = "neither a file nor a folder" if path.exists() else "no such file or folder"
+        raise DemoError(f"--text {path}: {problem}")
 
     if len(files) <= 1:
         content = next(iter(files.values()), b"")

@@ -26,7 +26,7 @@ from typing import Any
 
 from sdm_rt import env
 
-__all__ = ["Entry", "KernelCache", "cache_folder", "clear", "entries", "write_atomic"]
+__all__ = ["Entry", "KernelCache", "cache_folder", "clear", "entries", "is_temporary", "write_atomic"]
 
 CUBINS = "cubins"
 MANIFEST = "manifest"
@@ -46,13 +46,13 @@ _folder_lock = threading.Lock()
 
 
 @cache
-def _usable(wanted: str) -> Path:
-    """Return the folder ``wanted`` (empty: the user's cache), or a temporary one with a warning, once."""
+def _usable(wanted: str) -> tuple[Path, bool]:
+    """Return the folder ``wanted`` (empty: the user's cache), or a temporary one and True; warns once."""
     try:
         folder = Path(wanted) if wanted else _user_cache()
         for part in (CUBINS, MANIFEST):
             (folder / part).mkdir(parents=True, exist_ok=True)
-        return folder
+        return folder, False
     except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
         temporary = Path(tempfile.mkdtemp(prefix="sdm_rt-"))
         atexit.register(shutil.rmtree, temporary, ignore_errors=True)
@@ -64,7 +64,12 @@ def _usable(wanted: str) -> Path:
             RuntimeWarning,
             stacklevel=2,
         )
-        return temporary
+        return temporary, True
+
+
+def _chosen() -> tuple[Path, bool]:
+    with _folder_lock:  # threads that compile side by side make one temporary folder
+        return _usable(str(env.path("SDM_RT_CACHE_DIR") or ""))
 
 
 def cache_folder() -> Path:
@@ -72,8 +77,12 @@ def cache_folder() -> Path:
 
     ``SDM_RT_CACHE_DIR``, else the platform's user cache, else a temporary folder with one warning.
     """
-    with _folder_lock:  # threads that compile side by side make one temporary folder
-        return _usable(str(env.path("SDM_RT_CACHE_DIR") or ""))
+    return _chosen()[0]
+
+
+def is_temporary() -> bool:
+    """Return whether the folder of the compile cache is a temporary one, gone with the process."""
+    return _chosen()[1]
 
 
 def write_atomic(path: Path, data: bytes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import importlib.util
 import json
 import math
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -160,6 +162,19 @@ class TestText:
         (tmp_path / "empty").mkdir()
         with pytest.raises(DemoError, match=r"no UTF-8 text file in .*empty"):
             load_corpus(tmp_path / "empty", 64)
+
+    def test_what_cannot_be_read_is_said_as_it_is(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with pytest.raises(DemoError, match=f"{os.devnull}: neither a file nor a folder"):
+            load_corpus(Path(os.devnull), 64)
+
+        def unreadable(path: object) -> None:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+        monkeypatch.setattr(os, "scandir", unreadable)
+        with pytest.raises(PermissionError, match=str(tmp_path)):
+            load_corpus(tmp_path, 64)
 
     def test_too_few_bytes_asked_for(self, tmp_path: Path) -> None:
         with pytest.raises(DemoError, match=r"Python standard library is too short: 0 .* more --text-bytes"):
@@ -355,9 +370,12 @@ class TestTraining:
 
 
 class TestCheckpoint:
-    def test_failed_save_keeps_the_old_one(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_failed_save_keeps_the_old_one(
+        self, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         path = tmp_path / "run.pt"
-        save_checkpoint(path, {"step": 1})
+        TrainingRun(SMALL, corpus, True, CPU).save(path)
+        whole = path.read_bytes()
 
         def break_off(content: object, stream: object) -> None:
             stream.write(b"half")  # type: ignore[attr-defined]
@@ -366,12 +384,46 @@ class TestCheckpoint:
         monkeypatch.setattr(checkpoint.torch, "save", break_off)
         with pytest.raises(OSError, match="disk full"):
             save_checkpoint(path, {"step": 2})
-        assert load_checkpoint(path) == {"step": 1}
+        assert path.read_bytes() == whole
 
-    def test_broken_file_is_named(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        ("content", "reason"),
+        [
+            (b"no checkpoint", "Weights only load failed"),
+            (b"junk text", "KeyError"),
+            (b"", "EOFError"),
+            ({"a": torch.zeros(2)}, "it lacks what the demo saves"),
+            (torch.zeros(2), "it lacks what the demo saves"),
+            ({key: {} for key in checkpoint.CONTENT}, "its sizes are not those of this version"),
+        ],
+    )
+    def test_what_is_no_checkpoint_is_named_with_the_reason(
+        self, content: object, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        path = tmp_path / "sdm.pt"
+        if isinstance(content, bytes):
+            path.write_bytes(content)
+        else:
+            torch.save(content, path)
+        for words in ([], ["--resume"]):
+            assert main(["demo", "--out", str(tmp_path), *words]) == 2
+            assert capsys.readouterr().err == (
+                f"sdm-rt demo: {path} is not a checkpoint of the demo ({reason}); delete it to start again\n"
+            )
+
+    def test_what_hinders_reading_is_not_the_files_fault(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with pytest.raises(IsADirectoryError, match=str(tmp_path)):
+            load_checkpoint(tmp_path)
         path = tmp_path / "run.pt"
-        path.write_bytes(b"no checkpoint")
-        with pytest.raises(DemoError, match=r"run\.pt is not a checkpoint of the demo"):
+        path.write_bytes(b"whole")
+
+        def no_memory(*arguments: object, **named: object) -> None:
+            raise MemoryError
+
+        monkeypatch.setattr(checkpoint.torch, "load", no_memory)
+        with pytest.raises(MemoryError):
             load_checkpoint(path)
 
     def test_other_text_and_other_sizes_are_refused(self, corpus: Corpus, tmp_path: Path) -> None:
@@ -449,7 +501,8 @@ class TestCommand:
         )
 
         # A request that cannot be met leaves it alone.
-        for wrong in (["--text", tmp_path / "mistyped"], ["--text", text_folder, "--seed", 2**64]):
+        here = ["--text", text_folder]
+        for wrong in (["--text", tmp_path / "mistyped"], [*here, "--seed", 2**64], [*here, "--dim", 10**15]):
             status, _, _ = self.run(capsys, "--out", out, *wrong)
             assert status == 2
             for name in experiment.CHECKPOINTS.values():
@@ -520,6 +573,31 @@ class TestCommand:
         assert status == 2
         assert "another text" in complaint
 
+    @pytest.mark.parametrize(("with_sdm", "expected"), [(True, 130), (False, 0)])
+    def test_ctrl_c_at_the_end_of_a_model_stops_where_another_is_to_come(
+        self,
+        text_folder: Path,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+        with_sdm: bool,
+        expected: int,
+    ) -> None:
+        def interrupted(run: TrainingRun, *rest: Any) -> None:
+            train(run, *rest)
+            if bool(run.model.sdm_layers) == with_sdm:
+                signal.raise_signal(signal.SIGINT)
+
+        monkeypatch.setattr(experiment, "train", interrupted)
+        out = tmp_path / "run"
+        status, printed, _ = self.run(capsys, "--text", text_folder, "--out", out, *SMALL_OPTIONS)
+        assert status == expected
+        assert (f"sdm-rt demo --resume --out {out}" in printed) == with_sdm
+        assert (out / "baseline.pt").exists() != with_sdm
+        if with_sdm:
+            monkeypatch.undo()
+            assert self.run(capsys, "--resume", "--out", out)[0] == 0
+
     def test_nothing_to_resume(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         status, _, complaint = self.run(capsys, "--resume", "--out", tmp_path)
         assert status == 2
@@ -556,6 +634,33 @@ class TestCommand:
         status, _, complaint = self.run(capsys, *words)
         assert status == 2
         assert complaint == f"sdm-rt demo: seed must be from -2**63 to 2**64 - 1, got {10**23}\n"
+
+    @pytest.mark.parametrize("size", ["--dim=1000000000000000", "--batch=100000000000000000"])
+    def test_sizes_beyond_the_memory_are_one_line(
+        self, text_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], size: str
+    ) -> None:
+        words = ["--text", text_folder, "--out", tmp_path / "out", *SMALL_OPTIONS, size]
+        status, _, complaint = self.run(capsys, *words)
+        assert status == 2
+        assert complaint.endswith(
+            "sdm-rt demo: the memory is too small for these sizes; "
+            "less of --batch, --seq-len, --dim, --layers or --slots needs less\n"
+        )
+
+    @pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory")])
+    def test_lack_of_memory_has_many_types(
+        self,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+        error: BaseException,
+    ) -> None:
+        def fail(request: object) -> None:
+            raise error
+
+        monkeypatch.setattr(experiment, "perform", fail)
+        status, _, complaint = self.run(capsys, "--out", tmp_path)
+        assert (status, complaint.count("\n")) == (2, 1)
 
     def test_missing_packages_are_one_error(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

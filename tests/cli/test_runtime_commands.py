@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -189,6 +194,26 @@ def test_what_stops_precompile_is_told_without_a_traceback(
     assert told.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("command", "variable"),
+    [("cache", "SDM_RT_CACHE_DIR"), ("precompile --arch sm_80 --shape W=4,R=4,D=16,S=64", "SDM_RT_KERNELS")],
+)
+def test_a_folder_of_nobody_is_one_line(
+    command: str,
+    variable: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(variable, "~nobodyatall/x")
+    words = command.split()
+    assert main(words) == 1
+    told = capsys.readouterr().err
+    assert told.startswith(f"sdm-rt {words[0]}: {variable}: '~nobodyatall/x' names no folder: ")
+    assert told.count("\n") == 1
+
+
 def test_a_kernel_that_does_not_compile_is_told_without_a_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -199,6 +224,24 @@ def test_a_kernel_that_does_not_compile_is_told_without_a_traceback(
     words = ["precompile", "--arch", "sm_90", "--shape", SHAPE, "--output", str(tmp_path)]
     assert main(words) == 1
     assert capsys.readouterr().err == "sdm-rt precompile: decode.cu does not compile for sm_90:\nthe log\n"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends SIGINT to another process")
+def test_ctrl_c_stops_at_once_and_keeps_what_was_built(tmp_path: Path) -> None:
+    words = ["--arch", "sm_90", "--shape", SHAPE, "--output", str(tmp_path)]
+    with subprocess.Popen(
+        [sys.executable, "-m", "sdm_rt.cli", "precompile", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as process:
+        assert process.stdout is not None
+        name = process.stdout.readline().split()[-1]
+        process.send_signal(signal.SIGINT)
+        told = process.communicate(timeout=120)[1]
+    assert (process.returncode, told) == (130, "\nsdm-rt precompile: stopped; what was built is kept\n")
+    assert name in {entry.cubin for entry in cache.entries(tmp_path)}
 
 
 def test_the_page_counts_the_kernel_files_of_its_command() -> None:
@@ -258,6 +301,21 @@ def test_cache_lists_and_clears(
     assert "0 kernel files" in capsys.readouterr().out
 
 
+def test_a_cache_that_cannot_be_cleared_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fill(tmp_path / "cache", monkeypatch)
+
+    def read_only(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "unlink", read_only)
+    assert main(["cache", "clear"]) == 1
+    told = capsys.readouterr()
+    named = tmp_path / "cache" / cache.CUBINS / "abc.cubin"
+    assert (told.out, told.err) == ("", f"sdm-rt cache: [Errno 13] Permission denied: '{named}'\n")
+
+
 def test_doctor_shows_the_cache_and_the_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(tmp_path / "cache", monkeypatch)
     found = doctor.check_cache()
@@ -265,9 +323,13 @@ def test_doctor_shows_the_cache_and_the_sources(tmp_path: Path, monkeypatch: pyt
     assert doctor.check_sources().detail == str(find_kernels())
 
 
-def test_doctor_notes_a_temporary_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_notes_a_temporary_cache_whoever_asked_for_it_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SDM_RT_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    with pytest.warns(RuntimeWarning, match="the compile cache cannot be made"):
+        cache.cache_folder()
     found = doctor.check_cache()
     assert found.status == "note"
     assert "SDM_RT_CACHE_DIR" in found.remedy

@@ -324,7 +324,8 @@ def _decay_write(shape: WriteReadShape, device: DeviceModel) -> Launch:
     return replace(
         launch,
         grid=(splits, shape.streams, slices),
-        note=f"{lanes} words of every row a block, {splits} blocks a slice; rows loaded before the wait",
+        note=f"{lanes} words of every row a block, {splits} blocks a slice"
+        + ("; rows loaded before the wait" if device.pdl else ""),
     )
 
 

@@ -32,7 +32,7 @@ __all__ = [
     "COLUMN_SUM_KERNEL",
     "BackwardSlabs",
     "choose_backward_schedule",
-    "pays",
+    "failed_condition",
     "persistent_backward_constants",
     "persistent_backward_kernels",
     "plan_persistent_backward",
@@ -289,13 +289,17 @@ def plan_persistent_backward(
     )
 
 
-def pays(shape: WriteReadShape) -> bool:
-    """Return whether the persistent schedule is the faster one, as measured on an H200.
+def failed_condition(shape: WriteReadShape) -> str:
+    """Return the condition that failed; empty where the persistent schedule is the faster one, on an H200.
 
     It saves the launches of a step and their ramps; the stepwise kernels work on all SMs, and sum dots over
     whole rows. So it pays at chunks of up to 64 tokens where a row is one narrow slice.
     """
-    return shape.chunk <= MAX_CHUNK_THAT_PAYS and shape.row_bytes <= NARROW_SLICE
+    if shape.chunk > MAX_CHUNK_THAT_PAYS:
+        return f"a chunk of {shape.chunk} tokens, more than {MAX_CHUNK_THAT_PAYS}"
+    if shape.row_bytes > NARROW_SLICE:
+        return f"a row of {shape.row_bytes:,} bytes, more than {NARROW_SLICE}"
+    return ""
 
 
 def choose_backward_schedule(
@@ -311,7 +315,7 @@ def choose_backward_schedule(
         slabs = plan_persistent_backward(shape, device, step)
         return slabs, slabs.launches[0]
 
-    return choose_schedule(device, schedule, pays(shape), plan)
+    return choose_schedule(device, schedule, failed_condition(shape), plan)
 
 
 def persistent_backward_constants(

@@ -195,7 +195,7 @@ def _du_update(shape: WriteReadShape, device: DeviceModel) -> Launch:
         shared_padding=shared - need,
         pdl=device.pdl,
         triggers=device.pdl,
-        note=f"{columns} columns of a chunk a block, padded to one block an SM, IEEE float32",
+        note=f"{min(columns, D)} columns of a chunk a block, padded to one block an SM, IEEE float32",
     )
 
 

@@ -197,6 +197,7 @@ def _launch(
     reads = ("memory", *inputs, "write_terms", "lengths", "cu_seqlens")
     place = "delta in the place of residual" if layout.in_place else "residual and delta side by side"
     spread = start_spread_us(shape, device, config, step_floor, steps)
+    width = min(config.slice_bytes, shape.row_bytes)
     return Launch(
         name="persistent_forward",
         kernel=kernel,
@@ -217,7 +218,7 @@ def _launch(
         bytes_moved=steps * moved,
         floor_bytes=steps * step_floor,
         shared_memory=layout.shared_memory,
-        note=f"{config.slice_bytes} bytes of every row a cluster, {steps} steps a walk; "
+        note=f"{width} bytes of every row a cluster, {steps} steps a walk; "
         f"{layout.ring * BATCH_ROWS} rows of a thread under way, {place}, "
         f"{layout.list_tokens} tokens' rows listed at once"
         + (f"; clusters start over {spread:.1f} us" if spread else ""),

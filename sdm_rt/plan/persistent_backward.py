@@ -189,6 +189,7 @@ def _walk(
     outputs = ("lam", "grad_v", "partial_k_pd", "partial_k_eff", "partial_q_w", "partial_tot")
     place = "lam in the place of gwr" if layout.in_place else "gwr and lam side by side"
     lists = f"{layout.list_tokens} tokens' rows listed at once"
+    width = min(config.slice_bytes, shape.row_bytes)
     return Launch(
         name="persistent_backward",
         kernel=kernel,
@@ -208,7 +209,7 @@ def _walk(
         bytes_moved=moved,
         floor_bytes=slab_steps * step_floor,
         shared_memory=layout.shared_memory,
-        note=f"{config.slice_bytes} bytes of every row a cluster, {slab_steps} steps a walk; {place}, {lists}"
+        note=f"{width} bytes of every row a cluster, {slab_steps} steps a walk; {place}, {lists}"
         + (", where the tiles lie later" if layout.overlap else ""),
     )
 

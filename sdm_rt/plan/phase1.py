@@ -294,7 +294,7 @@ def plan_solve(chunks: int, chunk: int) -> Launch:
         bytes_moved=moved,
         floor_bytes=moved,
         shared_memory=4 * (chunk * SOLVE_PANEL + _solve_tile_floats(chunk)),
-        note=f"{SOLVE_PANEL} columns a block, IEEE float32",
+        note=f"{min(SOLVE_PANEL, chunk)} columns a block, IEEE float32",
     )
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -33,6 +34,22 @@ def test_equal_inputs_give_equal_plans_and_hashes() -> None:
         assert hash(first) == hash(second)
         assert first.to_dict() == second.to_dict()
         assert first.describe() == second.describe()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_notes_count_no_more_columns_than_there_are(name: str) -> None:
+    """Rows of 13 columns, 26 bytes; a chunk of 5 tokens has 5 columns."""
+    shape, device = WriteReadShape(1, 5, 5, 3, 3, 13, 64), preset(name)
+    plans = [planner(shape, device) for planner in (plan_forward, plan_backward)]
+    if device.clusters:
+        plans += [planner(shape, device, schedule="persistent") for planner in (plan_forward, plan_backward)]
+    plans.append(plan_decode(DecodeShape(1, 3, 3, 13), device))
+    notes = {one.name: one.note for plan in plans for one in plan.kernels()}
+    found = {of: re.findall(r"(\d+) (?:columns|bytes)", note) for of, note in notes.items()}
+    rows = dict.fromkeys(("decay_write", "persistent_forward", "persistent_backward"), 26)
+    most = dict.fromkeys(("gather", "dual_matmul", "du_update", "decode"), 13) | {"solve": 5} | rows
+    assert {of for of in found if found[of]} == most.keys() & notes.keys()
+    assert all(int(count) <= most[of] for of, counts in found.items() for count in counts)
 
 
 def test_plans_differ_with_shape_and_device() -> None:

@@ -52,6 +52,14 @@ def test_notes_count_no_more_columns_than_there_are(name: str) -> None:
     assert all(int(count) <= most[of] for of, counts in found.items() for count in counts)
 
 
+def test_the_sort_tells_how_many_chunks_a_block_takes() -> None:
+    for tokens, share in ((132 * 200, "a chunk a block"), (300 * 200, "up to 3 chunks a block")):
+        shape = WriteReadShape(1, tokens, 200, 64, 64, 64, 65536)  # items in global memory
+        sort = plan_forward(shape, preset("h100")).prologue[0]
+        assert isinstance(sort, Launch)
+        assert sort.note == f"2 passes of 8 bits, {share}, global memory"
+
+
 def test_plans_differ_with_shape_and_device() -> None:
     plans = {plan_forward(SHAPE, preset(name)) for name in PRESETS}
     plans |= {plan_forward(dataclasses.replace(SHAPE, tokens=151), preset("h100"))}

@@ -195,7 +195,8 @@ def _du_update(shape: WriteReadShape, device: DeviceModel) -> Launch:
         shared_padding=shared - need,
         pdl=device.pdl,
         triggers=device.pdl,
-        note=f"{min(columns, D)} columns of a chunk a block, padded to one block an SM, IEEE float32",
+        note=f"{min(columns, D)} columns of a chunk a block, "
+        f"{'padded to ' if shared > need else ''}one block an SM, IEEE float32",
     )
 
 

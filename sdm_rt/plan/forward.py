@@ -427,7 +427,7 @@ def plan_forward(shape: WriteReadShape, device: DeviceModel, schedule: str | Non
     if shape.training:
         most = shape.chunks * shape.write_rows
         size = most * shape.snapshot_row_bytes
-        notes.append(f"snapshot: room for {most:,} rows, {size / 2**30:.2f} GiB")
+        notes.append(f"snapshot: room for {most:,} rows, {size / 2**20:,.1f} MiB")
     return StepPlan(
         "forward",
         device,

@@ -52,6 +52,11 @@ def test_notes_count_no_more_columns_than_there_are(name: str) -> None:
     assert all(int(count) <= most[of] for of, counts in found.items() for count in counts)
 
 
+def test_the_snapshot_of_a_small_bank_has_a_size() -> None:
+    shape = WriteReadShape(1, 4096, 64, 64, 64, 16, 65536, snapshot="int4")
+    assert "snapshot: room for 262,144 rows, 3.0 MiB" in plan_forward(shape, preset("h100")).notes
+
+
 def test_the_sort_tells_how_many_chunks_a_block_takes() -> None:
     for tokens, share in ((132 * 200, "a chunk a block"), (300 * 200, "up to 3 chunks a block")):
         shape = WriteReadShape(1, tokens, 200, 64, 64, 64, 65536)  # items in global memory

@@ -195,7 +195,8 @@ def _du_update(shape: WriteReadShape, device: DeviceModel) -> Launch:
         shared_padding=shared - need,
         pdl=device.pdl,
         triggers=device.pdl,
-        note=f"{columns} columns of a chunk a block, padded to one block an SM, IEEE float32",
+        note=f"{min(columns, D)} columns of a chunk a block, "
+        f"{'padded to ' if shared > need else ''}one block an SM, IEEE float32",
     )
 
 
@@ -240,7 +241,8 @@ def _phase_a(shape: WriteReadShape, device: DeviceModel) -> Launch:
         floor_bytes=floor,
         pdl=device.pdl,
         triggers=device.pdl,
-        note="the first snapshot and gradient rows loaded before the wait; slots read too done whole",
+        note=("the first snapshot and gradient rows loaded before the wait; " if device.pdl else "")
+        + "slots read too done whole",
     )
     return _one_wave(launch, shape, device, capacity(shape))
 
@@ -273,6 +275,7 @@ def _gds_of(shape: WriteReadShape, device: DeviceModel, streams: int, first: str
     small = rows * RECORD_BYTES + tokens * ((RECORD_BYTES + 4) * shape.reads + shape.row_bytes)
     reads = ("gradient_bank", "memory", "read_slots", "read_slot_count", "read_terms", "grad_readings")
     lengths = ("lengths", "cu_seqlens")
+    beside = device.pdl and first in (FIRST_STREAM, f"{FIRST_STREAM}_0")
     launch = Launch(
         name="gds",
         kernel=gds_kernel(shape, device.pdl),
@@ -291,8 +294,7 @@ def _gds_of(shape: WriteReadShape, device: DeviceModel, streams: int, first: str
         floor_bytes=floor,
         pdl=device.pdl,
         triggers=device.pdl,
-        note="rows that the step does not write"
-        + (", beside Phase A" if first in (FIRST_STREAM, f"{FIRST_STREAM}_0") else ""),
+        note="rows that the step does not write" + (", beside Phase A" if beside else ""),
     )
     return _one_wave(launch, shape, device, read_capacity(shape))
 

@@ -154,7 +154,7 @@ def choose_config(
 
 
 def choose_schedule(
-    device: DeviceModel, schedule: str | None, pays: bool, plan: Callable[[], tuple[S, Launch]]
+    device: DeviceModel, schedule: str | None, failed: str, plan: Callable[[], tuple[S, Launch]]
 ) -> tuple[S | None, str]:
     """Choose between the stepwise and the persistent schedule.
 
@@ -163,9 +163,9 @@ def choose_schedule(
     device : DeviceModel
         The GPU.
     schedule : {"stepwise", "persistent"}, optional
-        Forces one. Default: persistent where it can run and ``pays``, else stepwise.
-    pays : bool
-        What the written rule says.
+        Forces one. Default: persistent where it can run and no condition failed, else stepwise.
+    failed : str
+        The condition of the written rule that failed, empty where all hold.
     plan : callable
         Plans the persistent one; returns also the launch that walks the steps.
 
@@ -189,8 +189,8 @@ def choose_schedule(
         return None, "schedule: stepwise, as asked"
     if schedule is None and not device.clusters:
         return None, f"schedule: stepwise, since {device.name} has no thread block clusters"
-    if schedule is None and not pays:
-        return None, "schedule: stepwise, by the rule"
+    if schedule is None and failed:
+        return None, f"schedule: stepwise, by the rule: {failed}"
     try:
         planned, walk = plan()
     except UnsupportedConfigurationError as error:

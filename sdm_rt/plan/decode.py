@@ -127,6 +127,6 @@ def plan_decode(shape: DecodeShape, device: DeviceModel) -> StepPlan:
         shared_memory=decode_shared_memory(shape.writes, shape.reads, threads, columns),
         pdl=device.pdl,
         triggers=device.pdl,
-        note=f"{columns} columns a block, {GROUPS} rows side by side",
+        note=f"{min(columns, shape.head_dim)} columns a block, {GROUPS} rows side by side",
     )
     return StepPlan("decode", device, shape, steps=1, first_step=(launch,), step=(launch,))

@@ -129,7 +129,8 @@ def _gather(shape: WriteReadShape) -> Launch:
         bytes_moved=floor + small,
         floor_bytes=floor,
         shared_memory=12 * max(W, R) + 4 * block[1] * columns,
-        note=f"one token's write or read rows and {columns} columns a block, {block[1]} rows side by side",
+        note=f"one token's write or read rows and {min(columns, D)} columns a block, "
+        f"{block[1]} rows side by side",
     )
 
 
@@ -196,7 +197,7 @@ def _dual_matmul(shape: WriteReadShape, triggers: bool, device: DeviceModel) -> 
         floor_bytes=0,
         shared_memory=need(columns),
         triggers=triggers,
-        note=f"{columns} columns of a chunk a block, IEEE float32",
+        note=f"{min(columns, D)} columns of a chunk a block, IEEE float32",
     )
 
 
@@ -321,10 +322,12 @@ def _decay_write(shape: WriteReadShape, device: DeviceModel) -> Launch:
     share = launch.occupancy(device).wave(device) // (shape.streams * slices)
     most = ceil_div(slots, 2 * WRITE_THREADS // lanes)
     splits = max(1, min(share, most))
+    width = min(lanes * WORD_BYTES, shape.row_bytes)
     return replace(
         launch,
         grid=(splits, shape.streams, slices),
-        note=f"{lanes} words of every row a block, {splits} blocks a slice; rows loaded before the wait",
+        note=f"{width} bytes of every row a block, {splits} blocks a slice"
+        + ("; rows loaded before the wait" if device.pdl else ""),
     )
 
 
@@ -424,7 +427,7 @@ def plan_forward(shape: WriteReadShape, device: DeviceModel, schedule: str | Non
     if shape.training:
         most = shape.chunks * shape.write_rows
         size = most * shape.snapshot_row_bytes
-        notes.append(f"snapshot: room for {most:,} rows, {size / 2**30:.2f} GiB")
+        notes.append(f"snapshot: room for {most:,} rows, {size / 2**20:,.1f} MiB")
     return StepPlan(
         "forward",
         device,

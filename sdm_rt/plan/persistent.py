@@ -32,7 +32,7 @@ from sdm_rt.runtime.kernel import KernelSpec
 __all__ = [
     "IN_SHARED_MEMORY",
     "choose_forward_schedule",
-    "pays",
+    "failed_condition",
     "persistent_constants",
     "persistent_kernels",
     "persistent_launch",
@@ -148,20 +148,26 @@ def _layouts(shape: WriteReadShape, config: PersistentConfig, vector: int) -> It
                 yield Layout(ring, count, in_place, memory)
 
 
-def pays(
+def failed_condition(
     shape: WriteReadShape, device: DeviceModel, vector: int, config: PersistentConfig, layout: Layout
-) -> bool:
-    """Return whether the persistent schedule is the faster one, as measured on an H200.
+) -> str:
+    """Return the condition that failed; empty where the persistent schedule is the faster one, on an H200.
 
     It saves the launches of a step and their ramps, where its blocks have the shared memory to keep rows
     under way: batches of rows in number, lists of as many tokens as its threads read side by side. Where not
     all clusters run at once, only rows of one slice were measured.
     """
-    if shape.chunk > MAX_CHUNK_THAT_PAYS or layout.ring < RINGS[0]:
-        return False
+    if shape.chunk > MAX_CHUNK_THAT_PAYS:
+        return f"a chunk of {shape.chunk} tokens, more than {MAX_CHUNK_THAT_PAYS}"
+    if layout.ring < RINGS[0]:
+        return f"a block has room for {layout.ring} batch of rows under way, not for {RINGS[0]}"
     lists = min(config.own_tokens(shape), _tokens_side_by_side(shape, config, vector))
-    at_once = config.clusters(shape) <= device.clusters_at_once(config.cluster)
-    return layout.list_tokens >= lists and (at_once or shape.row_bytes <= WIDE_SLICE)
+    if layout.list_tokens < lists:
+        return f"a block has room for lists of {layout.list_tokens} tokens, not of {lists}"
+    clusters, at_once = config.clusters(shape), device.clusters_at_once(config.cluster)
+    if clusters > at_once and shape.row_bytes > WIDE_SLICE:
+        return f"{clusters:,} clusters, {at_once:,} fit at once, and a row of more than {WIDE_SLICE} bytes"
+    return ""
 
 
 def _choose(
@@ -191,6 +197,7 @@ def _launch(
     reads = ("memory", *inputs, "write_terms", "lengths", "cu_seqlens")
     place = "delta in the place of residual" if layout.in_place else "residual and delta side by side"
     spread = start_spread_us(shape, device, config, step_floor, steps)
+    width = min(config.slice_bytes, shape.row_bytes)
     return Launch(
         name="persistent_forward",
         kernel=kernel,
@@ -211,7 +218,7 @@ def _launch(
         bytes_moved=steps * moved,
         floor_bytes=steps * step_floor,
         shared_memory=layout.shared_memory,
-        note=f"{config.slice_bytes} bytes of every row a cluster, {steps} steps a walk; "
+        note=f"{width} bytes of every row a cluster, {steps} steps a walk; "
         f"{layout.ring * BATCH_ROWS} rows of a thread under way, {place}, "
         f"{layout.list_tokens} tokens' rows listed at once"
         + (f"; clusters start over {spread:.1f} us" if spread else ""),
@@ -296,17 +303,17 @@ def choose_forward_schedule(
         launch = persistent_launch(shape, device, step, walk_steps)
         return launch, launch
 
-    return choose_schedule(device, schedule, _pays_where_it_fits(shape, device, step[0].kernel), plan)
+    return choose_schedule(device, schedule, _failed_where_it_fits(shape, device, step[0].kernel), plan)
 
 
-def _pays_where_it_fits(shape: WriteReadShape, device: DeviceModel, gather: KernelSpec) -> bool:
-    """Return whether it pays; also True where it cannot run, so that the plan says why."""
+def _failed_where_it_fits(shape: WriteReadShape, device: DeviceModel, gather: KernelSpec) -> str:
+    """Return the condition that failed; none where it cannot run, so that the plan says why."""
     vector = _vector(gather)
     try:
         config, layout = _choose(shape, device, vector, None)
     except UnsupportedConfigurationError:
-        return True
-    return pays(shape, device, vector, config, layout)
+        return ""
+    return failed_condition(shape, device, vector, config, layout)
 
 
 def persistent_constants(

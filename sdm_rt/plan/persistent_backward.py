@@ -32,7 +32,7 @@ __all__ = [
     "COLUMN_SUM_KERNEL",
     "BackwardSlabs",
     "choose_backward_schedule",
-    "pays",
+    "failed_condition",
     "persistent_backward_constants",
     "persistent_backward_kernels",
     "plan_persistent_backward",
@@ -189,6 +189,7 @@ def _walk(
     outputs = ("lam", "grad_v", "partial_k_pd", "partial_k_eff", "partial_q_w", "partial_tot")
     place = "lam in the place of gwr" if layout.in_place else "gwr and lam side by side"
     lists = f"{layout.list_tokens} tokens' rows listed at once"
+    width = min(config.slice_bytes, shape.row_bytes)
     return Launch(
         name="persistent_backward",
         kernel=kernel,
@@ -208,7 +209,7 @@ def _walk(
         bytes_moved=moved,
         floor_bytes=slab_steps * step_floor,
         shared_memory=layout.shared_memory,
-        note=f"{config.slice_bytes} bytes of every row a cluster, {slab_steps} steps a walk; {place}, {lists}"
+        note=f"{width} bytes of every row a cluster, {slab_steps} steps a walk; {place}, {lists}"
         + (", where the tiles lie later" if layout.overlap else ""),
     )
 
@@ -289,13 +290,17 @@ def plan_persistent_backward(
     )
 
 
-def pays(shape: WriteReadShape) -> bool:
-    """Return whether the persistent schedule is the faster one, as measured on an H200.
+def failed_condition(shape: WriteReadShape) -> str:
+    """Return the condition that failed; empty where the persistent schedule is the faster one, on an H200.
 
     It saves the launches of a step and their ramps; the stepwise kernels work on all SMs, and sum dots over
     whole rows. So it pays at chunks of up to 64 tokens where a row is one narrow slice.
     """
-    return shape.chunk <= MAX_CHUNK_THAT_PAYS and shape.row_bytes <= NARROW_SLICE
+    if shape.chunk > MAX_CHUNK_THAT_PAYS:
+        return f"a chunk of {shape.chunk} tokens, more than {MAX_CHUNK_THAT_PAYS}"
+    if shape.row_bytes > NARROW_SLICE:
+        return f"a row of {shape.row_bytes:,} bytes, more than {NARROW_SLICE}"
+    return ""
 
 
 def choose_backward_schedule(
@@ -311,7 +316,7 @@ def choose_backward_schedule(
         slabs = plan_persistent_backward(shape, device, step)
         return slabs, slabs.launches[0]
 
-    return choose_schedule(device, schedule, pays(shape), plan)
+    return choose_schedule(device, schedule, failed_condition(shape), plan)
 
 
 def persistent_backward_constants(

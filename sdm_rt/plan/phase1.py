@@ -195,6 +195,7 @@ def _sort(shape: WriteReadShape, chunks: int, device: DeviceModel) -> tuple[Laun
     blocks = chunks if shared else min(chunks, device.sm_count)
     passes, bits = sort_passes(shape.slots)
     moved = chunks * shape.chunk * (shape.writes + shape.reads) * (dtype_bytes(shape.index_dtype) + 2 * 4)
+    share = "a chunk a block" if blocks == chunks else f"up to {ceil_div(chunks, blocks)} chunks a block"
     launch = Launch(
         name="phase1_sort",
         kernel=phase1_kernels(shape)["phase1_sort"],
@@ -212,7 +213,7 @@ def _sort(shape: WriteReadShape, chunks: int, device: DeviceModel) -> tuple[Laun
         bytes_moved=moved,
         floor_bytes=moved,
         shared_memory=held if shared else 0,
-        note=f"{passes} passes of {bits} bits, a chunk a block, {'shared' if shared else 'global'} memory",
+        note=f"{passes} passes of {bits} bits, {share}, {'shared' if shared else 'global'} memory",
     )
     return launch, () if shared else (Buffer("sort_scratch", "uint8", (blocks, held)),)
 
@@ -294,7 +295,7 @@ def plan_solve(chunks: int, chunk: int) -> Launch:
         bytes_moved=moved,
         floor_bytes=moved,
         shared_memory=4 * (chunk * SOLVE_PANEL + _solve_tile_floats(chunk)),
-        note=f"{SOLVE_PANEL} columns a block, IEEE float32",
+        note=f"{min(SOLVE_PANEL, chunk)} columns a block, IEEE float32",
     )
 
 

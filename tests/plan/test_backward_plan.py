@@ -94,6 +94,7 @@ def test_shared_memory_by_hand(C: int, device: str) -> None:
     du_update = launch(plan, "du_update")
     touched = 4 * (2 * C * columns + 2 * side * (side + 4) - 4)
     assert du_update.shared_memory - du_update.shared_padding == touched
+    assert ("padded" in du_update.note) == (du_update.shared_padding > 0)
     loop = [one for one in plan.kernels() if one.name in NAMES and one.name != "du_update"]
     assert {one.name: one.shared_memory for one in loop} == {
         "gwr": 4 * 16 * 1024 + 16 * 7,

@@ -165,8 +165,12 @@ def test_the_choice_of_a_call_that_names_no_schedule() -> None:
     narrow = dataclasses.replace(FLAGSHIP, head_dim=64)  # rows of 128 bytes
     assert schedule(narrow, "h100")[0] == "persistent"
     assert schedule(narrow, "h100")[1].startswith("schedule: persistent, by the rule")
-    for shape in (FLAGSHIP, dataclasses.replace(narrow, head_dim=65), dataclasses.replace(narrow, chunk=65)):
-        assert schedule(shape, "h100") == ("stepwise", "schedule: stepwise, by the rule")
+    for shape, failed in (
+        (FLAGSHIP, "a row of 2,048 bytes, more than 128"),
+        (dataclasses.replace(narrow, head_dim=65), "a row of 130 bytes, more than 128"),
+        (dataclasses.replace(narrow, chunk=65), "a chunk of 65 tokens, more than 64"),
+    ):
+        assert schedule(shape, "h100") == ("stepwise", f"schedule: stepwise, by the rule: {failed}")
     for snapshot in SNAPSHOTS:
         assert schedule(dataclasses.replace(narrow, snapshot=snapshot), "h100")[0] == "persistent"
     chosen, note = schedule(narrow, "a100")

@@ -240,6 +240,22 @@ def test_a_call_that_names_no_schedule_follows_the_rule(changes: dict[str, Any],
     )
 
 
+@pytest.mark.parametrize(
+    ("changes", "device", "failed"),
+    [
+        ({"chunk": 129, "head_dim": 64}, "h100", "a chunk of 129 tokens, more than 128"),
+        ({"chunk": 128}, "rtxpro6000", "a block has room for 1 batch of rows under way, not for 3"),
+        ({"writes": 256, "reads": 256}, "h100", "a block has room for lists of 8 tokens, not of 12"),
+        ({"streams": 17}, "h100", "136 clusters, 132 fit at once, and a row of more than 256 bytes"),
+    ],
+)
+def test_a_stepwise_plan_names_the_condition_that_failed(
+    changes: dict[str, Any], device: str, failed: str
+) -> None:
+    note = chosen(dataclasses.replace(FLAGSHIP, **changes), device)[1]
+    assert note == f"schedule: stepwise, by the rule: {failed}"
+
+
 def test_the_rule_gives_way_where_the_launch_cannot_run() -> None:
     schedule, note = chosen(WriteReadShape(2, 1000, 256, 64, 64, 1024, 65536), "rtxpro6000")
     assert schedule == "stepwise"

@@ -114,6 +114,17 @@ def test_below_9_0_nothing_uses_pdl(device: str, case: str) -> None:
             assert not {"SDM_PDL_WAIT", "SDM_PDL_TRIGGER"} & dict(one.kernel.defines).keys()
 
 
+@pytest.mark.parametrize("device", PRESETS)
+def test_notes_tell_of_waits_and_overlap_where_there_is_pdl(device: str) -> None:
+    forward_plan, backward_plan = (
+        planner(FLAGSHIP, preset(device)) for planner in (plan_forward, plan_backward)
+    )
+    with_pdl = device in WITH_PDL
+    assert ("rows loaded before the wait" in launch(forward_plan, "decay_write").note) is with_pdl
+    assert ("loaded before the wait" in launch(backward_plan, "phase_a").note) is with_pdl
+    assert ("beside Phase A" in launch(backward_plan, "gds").note) is with_pdl
+
+
 @pytest.mark.parametrize("device", WITH_PDL)
 @pytest.mark.parametrize("case", RUNNING)
 def test_what_triggers_has_a_dependent_behind_it(device: str, case: str) -> None:

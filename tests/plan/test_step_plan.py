@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -33,6 +34,35 @@ def test_equal_inputs_give_equal_plans_and_hashes() -> None:
         assert hash(first) == hash(second)
         assert first.to_dict() == second.to_dict()
         assert first.describe() == second.describe()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_notes_count_no_more_columns_than_there_are(name: str) -> None:
+    """Rows of 13 columns, 26 bytes; a chunk of 5 tokens has 5 columns."""
+    shape, device = WriteReadShape(1, 5, 5, 3, 3, 13, 64), preset(name)
+    plans = [planner(shape, device) for planner in (plan_forward, plan_backward)]
+    if device.clusters:
+        plans += [planner(shape, device, schedule="persistent") for planner in (plan_forward, plan_backward)]
+    plans.append(plan_decode(DecodeShape(1, 3, 3, 13), device))
+    notes = {one.name: one.note for plan in plans for one in plan.kernels()}
+    found = {of: re.findall(r"(\d+) (?:columns|bytes)", note) for of, note in notes.items()}
+    rows = dict.fromkeys(("decay_write", "persistent_forward", "persistent_backward"), 26)
+    most = dict.fromkeys(("gather", "dual_matmul", "du_update", "decode"), 13) | {"solve": 5} | rows
+    assert {of for of in found if found[of]} == most.keys() & notes.keys()
+    assert all(int(count) <= most[of] for of, counts in found.items() for count in counts)
+
+
+def test_the_snapshot_of_a_small_bank_has_a_size() -> None:
+    shape = WriteReadShape(1, 4096, 64, 64, 64, 16, 65536, snapshot="int4")
+    assert "snapshot: room for 262,144 rows, 3.0 MiB" in plan_forward(shape, preset("h100")).notes
+
+
+def test_the_sort_tells_how_many_chunks_a_block_takes() -> None:
+    for tokens, share in ((132 * 200, "a chunk a block"), (300 * 200, "up to 3 chunks a block")):
+        shape = WriteReadShape(1, tokens, 200, 64, 64, 64, 65536)  # items in global memory
+        sort = plan_forward(shape, preset("h100")).prologue[0]
+        assert isinstance(sort, Launch)
+        assert sort.note == f"2 passes of 8 bits, {share}, global memory"
 
 
 def test_plans_differ_with_shape_and_device() -> None:

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -198,6 +199,9 @@ def _ended_by_interrupt() -> Iterator[None]:
         os.write(2, b"\nsdm-rt precompile: stopped; what was built is kept\n")
         os._exit(INTERRUPTED)
 
+    if threading.current_thread() is not threading.main_thread():  # others may set no handler
+        yield
+        return
     before = signal.signal(signal.SIGINT, stop)
     try:
         yield

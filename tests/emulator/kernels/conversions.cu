@@ -8,8 +8,8 @@
 
 extern "C" __global__ void __launch_bounds__(64)
     conversions(const float* x, const unsigned short* halves, unsigned short* bf16, unsigned short* fp16,
-                unsigned* bf16_pairs, unsigned* fp16_pairs, float* wide_bf16, float* wide_fp16, float* decays, unsigned short* fp8,
-                unsigned char* int4, int n) {
+                unsigned* bf16_pairs, unsigned* fp16_pairs, float* wide_bf16, float* wide_fp16, float* decays,
+                unsigned short* fp8, unsigned char* int4, int n) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
     float pair[2];

@@ -501,7 +501,7 @@ def test_torch_operands_beside_a_cupy_bank(cupy: Any, op: str) -> None:
     def run(bank: Any, v: Tensor) -> Any:
         if op == "decode":
             return sdm_decode_step(bank, v=v, **inputs)
-        return sdm_write_read(bank, v=v, **inputs, num_parallel=8)
+        return sdm_write_read(bank, v=v, **inputs, num_parallel=8, num_memory_slots=64)
 
     want_bank = memory.clone()
     want = run(want_bank, v)
@@ -530,7 +530,7 @@ def test_cupys_per_thread_stream_and_captures_are_refused(cupy: Any, op: str) ->
     def run() -> Any:
         if op == "top-k":
             return product_key_topk(scores, (4, 4), 3)
-        return sdm_write_read(**arrays, num_parallel=2)
+        return sdm_write_read(**arrays, num_parallel=2, num_memory_slots=8)
 
     with cupy.cuda.Stream.ptds, pytest.raises(RuntimeError, match="per-thread default stream"):
         run()
@@ -550,15 +550,15 @@ def test_a_cupy_bank_in_a_capture_of_torch(cupy: Any) -> None:
     inputs = on_gpu(make_problem(2, 1, 4, 4, 16, 8).cast(torch.float32))
     arrays = as_cupy(cupy, inputs)
     want_bank = inputs.pop("memory").clone()
-    want = [sdm_write_read(want_bank, **inputs, num_parallel=2) for _ in range(3)]
+    want = [sdm_write_read(want_bank, **inputs, num_parallel=2, num_memory_slots=8) for _ in range(3)]
     bank = arrays.pop("memory")
     start = bank.copy()
-    sdm_write_read(bank, **arrays, num_parallel=2)
+    sdm_write_read(bank, **arrays, num_parallel=2, num_memory_slots=8)
     bank[...] = start
     cupy.cuda.Device().synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph), cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
-        readings = sdm_write_read(bank, **arrays, num_parallel=2)
+        readings = sdm_write_read(bank, **arrays, num_parallel=2, num_memory_slots=8)
     for one in want:
         graph.replay()
         torch.cuda.synchronize()

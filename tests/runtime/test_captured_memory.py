@@ -70,7 +70,7 @@ def made(streams: dict[str, Tensor], **options: Any) -> write_read_graphs._Captu
         "q_idx": torch.zeros(rows, R, dtype=torch.int32),
         "q_val": torch.zeros(rows, R),
     }
-    return write_read_graphs._CapturedCall(torch.zeros(P * S, D).bfloat16(), flat, call, streams)
+    return write_read_graphs._CapturedCall(None, torch.zeros(P * S, D).bfloat16(), flat, call, streams)
 
 
 def is_inside(address: int, tensors: Mapping[str, Tensor]) -> bool:

@@ -12,7 +12,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-__all__ = ["main"]
+__all__ = ["INTERRUPTED", "main"]
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C."""
 
 COMMANDS: dict[str, str] = {
     "demo": "train a small byte-level language model on real text",

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from sdm_rt.cli import INTERRUPTED
 from sdm_rt.demo.config import DemoConfig
 from sdm_rt.demo.errors import DemoError, is_lack_of_memory
 from sdm_rt.ops.availability import gpu_path_obstacle
@@ -31,7 +32,7 @@ SIZES = {
     "seed": "of initial weights, data order and sample",
 }
 THREADS_PER_CORE = 4  # more threads than any machine profits from; PyTorch crashes on very many
-WRONG_RESULT, WRONG_USE, INTERRUPTED = 1, 2, 130
+WRONG_RESULT, WRONG_USE = 1, 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

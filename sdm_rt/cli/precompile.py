@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
+from sdm_rt.cli import INTERRUPTED
 from sdm_rt.errors import KernelCompileError, MissingDependencyError
 from sdm_rt.plan.backward import (
     du_update_kernel,
@@ -54,8 +55,6 @@ from sdm_rt.runtime.nvrtc import check_target
 from sdm_rt.runtime.precompile import precompile
 
 __all__ = ["add_arguments", "kernels_of", "run"]
-
-INTERRUPTED = 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

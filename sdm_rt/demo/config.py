@@ -9,6 +9,8 @@ from sdm_rt.demo.errors import DemoError
 
 __all__ = ["DemoConfig"]
 
+LARGEST = 2**63 - 1  # of a size, in PyTorch
+
 
 @dataclass(frozen=True)
 class DemoConfig:
@@ -73,18 +75,18 @@ class DemoConfig:
             "writes",
             "reads",
         ):
-            if getattr(self, name) < 1:
-                raise DemoError(f"{name} must be at least 1, got {getattr(self, name)}")
+            if not 1 <= getattr(self, name) <= LARGEST:
+                raise DemoError(f"{name} must be from 1 to {LARGEST}, got {getattr(self, name)}")
         if not 0 <= self.sdm_layers <= self.layers:
             raise DemoError(f"sdm_layers must be from 0 to layers = {self.layers}, got {self.sdm_layers}")
         if self.text_bytes < 0:
             raise DemoError(f"text_bytes must be at least 0, got {self.text_bytes}")
         if not -(2**63) <= self.seed < 2**64:
             raise DemoError(f"seed must be from -2**63 to 2**64 - 1, got {self.seed}")
-        if self.seq_len < 2:
-            raise DemoError(f"seq_len must be at least 2, got {self.seq_len}")
-        if math.isqrt(max(0, self.slots)) ** 2 != self.slots or self.slots < 1:
-            raise DemoError(f"slots must be a square number, got {self.slots}")
+        if not 2 <= self.seq_len <= LARGEST:
+            raise DemoError(f"seq_len must be from 2 to {LARGEST}, got {self.seq_len}")
+        if not 1 <= self.slots <= LARGEST or math.isqrt(self.slots) ** 2 != self.slots:
+            raise DemoError(f"slots must be a square number from 1 to {LARGEST}, got {self.slots}")
         if self.dim % (2 * self.attention_heads) or self.dim % self.sdm_heads:
             raise DemoError(
                 f"dim must be a multiple of {math.lcm(2 * self.attention_heads, self.sdm_heads)}, for "

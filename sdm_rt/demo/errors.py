@@ -13,4 +13,8 @@ class DemoError(Exception):
 
 def is_lack_of_memory(error: BaseException) -> bool:
     """Return whether an error says that memory is short; PyTorch has no type of it for the CPU."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return any(
+        said in str(error) for said in ("can't allocate memory", "Storage size calculation overflowed")
+    )

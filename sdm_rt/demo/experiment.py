@@ -80,13 +80,12 @@ def perform(request: Request) -> bool:
     )
 
     runs = {with_sdm: _prepared(config, corpus, with_sdm, request) for with_sdm in (True, False)}
-    if not request.resume:
-        for name in CHECKPOINTS.values():
-            (request.out / name).unlink(missing_ok=True)
+    replaced = [] if request.resume else [request.out / name for name in CHECKPOINTS.values()]
     with StopOnInterrupt() as stop:
         for with_sdm, run in runs.items():
             with ProgressBar(NAMES[with_sdm], config.steps, run.step) as progress:
-                train(run, windows, request.out / CHECKPOINTS[with_sdm], progress, stop)
+                train(run, windows, request.out / CHECKPOINTS[with_sdm], progress, stop, replaced)
+                replaced = []
             if stop.requested and with_sdm:  # it came in the last step, and the other model is still to do
                 raise StoppedError
     sdm, baseline = runs[True], runs[False]

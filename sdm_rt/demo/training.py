@@ -7,6 +7,7 @@ import math
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -178,8 +179,15 @@ class StopOnInterrupt:
         self.requested = True
 
 
-def train(run: TrainingRun, windows: Tensor, path: Path, progress: Progress, stop: StopOnInterrupt) -> None:
-    """Train ``run`` to its last step, evaluating and saving at intervals.
+def train(
+    run: TrainingRun,
+    windows: Tensor,
+    path: Path,
+    progress: Progress,
+    stop: StopOnInterrupt,
+    replaced: Sequence[Path] = (),
+) -> None:
+    """Train ``run`` to its last step, evaluating and saving at intervals, first after the first step.
 
     Parameters
     ----------
@@ -193,6 +201,8 @@ def train(run: TrainingRun, windows: Tensor, path: Path, progress: Progress, sto
         Told of each step and evaluation.
     stop : StopOnInterrupt
         Looked at after each step.
+    replaced : sequence of Path
+        What a new run removes once it has done a step; one that the memory is too small for removes nothing.
 
     Raises
     ------
@@ -207,7 +217,6 @@ def train(run: TrainingRun, windows: Tensor, path: Path, progress: Progress, sto
         bits = bits_per_byte(run.model, windows, run.config.batch)
         history.evaluated_steps.append(run.step)
         history.validation.append(bits)
-        run.save(path)
         progress.evaluated(run.step, bits)
 
     if not history.validation:
@@ -216,10 +225,16 @@ def train(run: TrainingRun, windows: Tensor, path: Path, progress: Progress, sto
         loss = run.advance()
         tokens = (run.step - first) * run.config.batch * run.config.seq_len
         progress.step(loss, tokens / (history.seconds - seconds_before))
-        if run.step % interval == 0 or run.step == steps:
+        due = run.step % interval == 0 or run.step == steps
+        if due:
             evaluate()
-        if stop.requested and run.step < steps:
+        if run.step == 1:
+            for old in replaced:
+                old.unlink(missing_ok=True)
+        stopped = stop.requested and run.step < steps
+        if due or stopped or run.step == 1:
             run.save(path)
+        if stopped:
             raise StoppedError
 
 

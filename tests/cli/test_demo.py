@@ -259,6 +259,9 @@ class TestModel:
             {"slots": 1000},
             {"sdm_layers": 3},
             {"text_bytes": -1},
+            {"batch": 2**63},
+            {"seq_len": 2**63},
+            {"slots": 2**64},
             {"seed": 2**64},
             {"seed": -(2**63) - 1},
         ],
@@ -502,7 +505,12 @@ class TestCommand:
 
         # A request that cannot be met leaves it alone.
         here = ["--text", text_folder]
-        for wrong in (["--text", tmp_path / "mistyped"], [*here, "--seed", 2**64], [*here, "--dim", 10**15]):
+        for wrong in (
+            ["--text", tmp_path / "mistyped"],
+            [*here, "--seed", 2**64],
+            [*here, "--dim", 10**15],
+            [*here, *SMALL_OPTIONS, "--batch", 10**17],
+        ):
             status, _, _ = self.run(capsys, "--out", out, *wrong)
             assert status == 2
             for name in experiment.CHECKPOINTS.values():
@@ -551,7 +559,7 @@ class TestCommand:
         out = tmp_path / "run"
         request = ["--text", text_folder, "--out", out, *SMALL_OPTIONS]
 
-        def stop(run: TrainingRun, windows: object, path: Path, progress: object, stop: object) -> None:
+        def stop(run: TrainingRun, windows: object, path: Path, *rest: object) -> None:
             run.advance()
             run.save(path)
             raise StoppedError
@@ -635,7 +643,7 @@ class TestCommand:
         assert status == 2
         assert complaint == f"sdm-rt demo: seed must be from -2**63 to 2**64 - 1, got {10**23}\n"
 
-    @pytest.mark.parametrize("size", ["--dim=1000000000000000", "--batch=100000000000000000"])
+    @pytest.mark.parametrize("size", [f"--dim={10**15}", f"--batch={10**17}", f"--batch={2**63 - 1}"])
     def test_sizes_beyond_the_memory_are_one_line(
         self, text_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], size: str
     ) -> None:
@@ -646,6 +654,8 @@ class TestCommand:
             "sdm-rt demo: the memory is too small for these sizes; "
             "less of --batch, --seq-len, --dim, --layers or --slots needs less\n"
         )
+        status, _, _ = self.run(capsys, "--text", text_folder, "--out", tmp_path / "out", *SMALL_OPTIONS)
+        assert status == 0  # with less: no checkpoint is in the way
 
     @pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory")])
     def test_lack_of_memory_has_many_types(

@@ -37,8 +37,9 @@ SCAN_THREADS = {True: 512, False: 768}  # by whether a chunk's weights pass thro
 SCAN_SHARED = 98_304  # most shared memory for the weights of a chunk: every GPU has it
 GRAM_ROWS = 8  # of A or QK a block, one a warp
 SOLVE_TILE = 16  # rows of X at a time
-SOLVE_PANEL = 64  # columns of X a block
-SOLVE_THREADS = SOLVE_TILE * SOLVE_PANEL // 4
+SOLVE_PANEL = 64  # columns of X a block, two a thread
+SOLVE_SPAN = 32  # columns of A and QK staged at once
+SOLVE_THREADS = 64  # a warp for X, one for QX
 SLAB_BYTES = 128 * 2**20
 
 RECORD_BYTES = 16  # of an entry, a term, a slot, partners or a log-decay (kernels_cu/entries.cuh)
@@ -274,15 +275,13 @@ def _gram(shape: WriteReadShape, chunks: int) -> Launch:
     )
 
 
-def _solve_tile_floats(chunk: int) -> int:
-    """Return the floats of a tile up to the last one read: a tile's last row ends at its diagonal."""
-    rows = min(SOLVE_TILE, chunk)
-    return (rows - 1) * (chunk + 1) + chunk // rows * rows
-
-
 def plan_solve(chunks: int, chunk: int) -> Launch:
     """Plan the solve of ``chunks`` chunks of C = ``chunk`` tokens."""
     moved = chunks * 4 * (4 * chunk * chunk + chunk)
+    rows = ceil_div(chunk, SOLVE_TILE) * SOLVE_TILE
+    spans = (
+        4 * min(SOLVE_SPAN, rows) * (SOLVE_TILE + 4)
+    )  # two of A, two of QK; a column's stride has 4 to spare
     return Launch(
         name="solve",
         kernel=SOLVE_KERNEL,
@@ -294,8 +293,8 @@ def plan_solve(chunks: int, chunk: int) -> Launch:
         writes=("x", "qx"),
         bytes_moved=moved,
         floor_bytes=moved,
-        shared_memory=4 * (chunk * SOLVE_PANEL + _solve_tile_floats(chunk)),
-        note=f"{min(SOLVE_PANEL, chunk)} columns a block, IEEE float32",
+        shared_memory=4 * (spans + rows * SOLVE_PANEL),
+        note=f"{min(SOLVE_PANEL, chunk)} columns a block, X by one warp and QX by another, IEEE float32",
     )
 
 

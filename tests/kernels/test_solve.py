@@ -40,15 +40,17 @@ def test_chunks_change_no_bit_of_each_other(backend: Backend) -> None:
         assert_same_bits(name, one, all_chunks[2:3])
 
 
+@pytest.mark.parametrize("token", [10, 40])
 @pytest.mark.parametrize("where", ["A", "beta", "QK"])
-def test_nan_reaches_no_earlier_token(backend: Backend, where: str) -> None:
+def test_nan_reaches_no_earlier_token_and_no_later_column(backend: Backend, where: str, token: int) -> None:
     tensors = dict(zip(("A", "beta", "QK"), (x.float() for x in chunk_matrices(1, 70)), strict=True))
     clean = solve(backend, *tensors.values())
-    tensors[where][0, 40] = torch.nan
+    tensors[where][0, token] = torch.nan
     got = solve(backend, *tensors.values())
     for name, one, before in zip(("X", "QX"), got, clean, strict=True):
-        assert_same_bits(name, one[:, :40], before[:, :40])
-    assert got[1][0, 40:].isnan().any()
+        assert_same_bits(name, one[:, :token], before[:, :token])
+        assert_same_bits(f"{name} of tokens behind", one[:, :, token + 1 :], before[:, :, token + 1 :])
+    assert got[1][0, token:].isnan().any()
 
 
 def test_beta_zero_and_one(backend: Backend) -> None:

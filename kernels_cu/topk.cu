@@ -6,8 +6,9 @@
 // sums going to the larger i + j, then the larger i. Bf16 partial sums of more than two factors are rounded between
 // stages. Selected slots come in rising order.
 //
-// One warp owns a row. Every choice is made on keys that never tie, (ordered score, tie rank): a radix select finds
-// the least key that is still in, a bitonic sort orders what was selected.
+// One warp owns a row. A radix select finds the least score that is still in, digit by digit from the first bit on that
+// differs; of equal ones the last are in, so columns lie in rising order, and pairs in that of (i + j, i). A bitonic sort
+// orders what was selected, on keys that never tie.
 //
 // Macros  SCORE (float, Bf16, Fp16), FACTORS (the widths, comma separated; S, their product, below 2^31), K (1..256).
 // Grid    blocks share the rows, WARPS at a time.
@@ -16,7 +17,8 @@
 #include "numeric.cuh"
 
 #define WARPS 4
-#define BLOCKS 4  // on an SM at least: the registers of every variant are planned by it
+#define HELD 24                   // values that a lane holds at most
+#define BLOCKS (K <= 64 ? 8 : 4)  // on an SM at least: the registers of every variant are planned by it
 #define FULL 0xffffffffu
 
 static __device__ constexpr int widths[] = {FACTORS};
@@ -72,20 +74,40 @@ static __device__ constexpr int pairs_of_all_stages() {
     for (int f = 1; f < num_factors; ++f) count += pairs_of_stage(f);
     return count > 0 ? count : 1;
 }
+static __device__ constexpr int most_pairs() {
+    int most = 0;
+    for (int f = 1; f < num_factors; ++f) most = pairs_of_stage(f) > most ? pairs_of_stage(f) : most;
+    return most > 0 ? most : 1;
+}
+// What a stage reads of its factor, computed here: in the kernel a factor is a number of the running program.
+struct Stage {
+    int width, ranks;  // of the factor; of them the best that count
+    int before, kept;  // slots of the stage before and of this one
+    int pairs;
+};
+struct Stages {
+    Stage stage[num_factors];
+};
+static __device__ constexpr Stages list_stages() {
+    Stages stages{};
+    for (int f = 0; f < num_factors; ++f)
+        stages.stage[f] = Stage{widths[f], least(K, widths[f]), kept(f), kept(f + 1), f > 0 ? pairs_of_stage(f) : 0};
+    return stages;
+}
+static __constant__ const Stages stages = list_stages();
+
 struct Pairs {
-    unsigned char i[pairs_of_all_stages()];
-    unsigned char j[pairs_of_all_stages()];
+    unsigned short pair[pairs_of_all_stages()];  // i | j << 8
 };
 static __device__ constexpr Pairs list_pairs() {
     Pairs pairs{};
     int at = 0;
     for (int f = 1; f < num_factors; ++f) {
         const int n = kept(f), m = least(K, widths[f]), c = kept(f + 1);
-        for (int i = 0; i < n; ++i)
-            for (int j = 0; j < least(m, c / (i + 1)); ++j) {
-                pairs.i[at] = static_cast<unsigned char>(i);
-                pairs.j[at++] = static_cast<unsigned char>(j);
-            }
+        for (int sum = 0; sum < c; ++sum)
+            for (int i = 0; i <= sum; ++i)
+                if (const int j = sum - i; i < n && j < m && (i + 1) * (j + 1) <= c)
+                    pairs.pair[at++] = static_cast<unsigned short>(i | j << 8);
     }
     return pairs;
 }
@@ -132,7 +154,7 @@ static constexpr int column_bits = widest_factor() <= 1 << 8 ? 8
     : widest_factor() <= 1 << 24                             ? 24
                                                              : 32;
 static constexpr int factor_bits = 8 * sizeof(SCORE) + column_bits;
-// Ranks of a stage: sum, then i + j <= 255, then i.
+// Ranks of a stage: sum, then place in the list of pairs.
 static constexpr int stage_bits = 32 + 16;
 // Order of the output: rising slot, with the place it is selected at.
 static constexpr int slot_bits = (num_slots <= 1 << 24 ? 24 : 32) + 8;
@@ -149,33 +171,73 @@ struct __align__(16) Scratch {
     int column[selected];
 };
 
-// Hands out the `want` largest of the keys key(0) .. key(count - 1), in no order; places beyond them get 0.
-template <int Bits, class KeyOf>
-static __device__ __forceinline__ void select_largest(Scratch& scratch, unsigned count, unsigned want, const KeyOf& key,
-                                                      Key<Bits> (&mine)[lane_keys]) {
-    const int lane = threadIdx.x % 32;
-    Key<Bits> prefix = 0;  // of the upper bits; keys above it are in, keys of it are undecided
-    int shift = 0;
-    if (want < count) {
-        shift = Bits;
-        int missing = static_cast<int>(want);  // keys of the prefix that are in
-        int size;                              // keys of the prefix
-        do {
-            shift -= 8;
-            for (unsigned e = lane; e < count; e += 32) {
-                const Key<Bits> x = key(e);
-                if (x >> shift >> 8 == prefix) atomicAdd(scratch.histogram + (x >> shift & 255), 1);
+// The values of a warp, value_of(0) .. value_of(count - 1), at most `Most`: held by the lanes where these have registers
+// for them, else computed whenever they are looked at. Lanes beyond the last one look at that again, without a branch.
+template <int Most, class ValueOf>
+struct Values {
+    static constexpr int rounds = (Most + 31) / 32;
+    static constexpr bool held = rounds <= HELD;
+    const ValueOf& value_of;
+    const int count;
+    unsigned mine[held ? rounds : 1];
+
+    __device__ __forceinline__ Values(const ValueOf& value_of, int count) : value_of(value_of), count(count) {
+        if constexpr (held) {
+#pragma unroll
+            for (int round = 0; round < rounds; ++round)
+                mine[round] = value_of(min(32 * round + static_cast<int>(threadIdx.x) % 32, count - 1));
+        }
+    }
+    // Calls visit(value, place, whether there is one) 32 at a time, the last ones first.
+    template <class Visit>
+    __device__ __forceinline__ void visit(const Visit& visit) const {
+        if constexpr (held) {
+#pragma unroll
+            for (int round = rounds - 1; round >= 0; --round) {
+                const int e = 32 * round + threadIdx.x % 32;
+                visit(mine[round], e, e < count);
             }
+        } else {
+            for (int round = (count - 1) / 32; round >= 0; --round) {
+                const int e = 32 * round + threadIdx.x % 32;
+                visit(value_of(min(e, count - 1)), e, e < count);
+            }
+        }
+    }
+};
+
+// Calls pick(n, e, value) for the `want` largest of value_of(0) .. value_of(count - 1), of equal ones the last; n is a
+// number below `want` of its own for each.
+template <int Most, class ValueOf, class Pick>
+static __device__ __forceinline__ void select_largest(Scratch& scratch, int count, int want, const ValueOf& value_of,
+                                                      const Pick& pick) {
+    const Values<Most, ValueOf> values(value_of, count);
+    const int lane = threadIdx.x % 32;
+    unsigned known = 0, least = 0;     // the bits that are decided, and those of the least value that is in
+    int missing = want, size = count;  // values of these bits: that are in, all
+    if (want < count) {
+        const unsigned any = value_of(0);
+        unsigned differing = 0;
+        values.visit([&](unsigned value, int, bool) { differing |= value ^ any; });
+        differing = __reduce_or_sync(FULL, differing);
+        int undecided = 32 - __clz(static_cast<int>(differing));  // bits
+        known = undecided < 32 ? ~0u << undecided : 0;
+        least = any & known;
+        while (size != missing && (differing & ~known) != 0) {
+            const int shift = max(undecided - 8, 0);
+            values.visit([&](unsigned value, int, bool is_value) {
+                if (is_value && (value & known) == least) atomicAdd(scratch.histogram + (value >> shift & 255), 1);
+            });
             __syncwarp();
             // Lane l holds bins 255 - 8 l downwards; the bin where the count from above reaches `missing` goes on.
             int4* const bins = reinterpret_cast<int4*>(scratch.histogram + 248 - 8 * lane);
             const int4 low = bins[0], high = bins[1];
             bins[0] = bins[1] = make_int4(0, 0, 0, 0);
             __syncwarp();
-            const int held[8] = {high.w, high.z, high.y, high.x, low.w, low.z, low.y, low.x};
+            const int in_bins[8] = {high.w, high.z, high.y, high.x, low.w, low.z, low.y, low.x};
             int sum = 0;
 #pragma unroll
-            for (int b = 0; b < 8; ++b) sum += held[b];
+            for (int b = 0; b < 8; ++b) sum += in_bins[b];
             int inclusive = sum;
 #pragma unroll
             for (int distance = 1; distance < 32; distance *= 2) {
@@ -186,57 +248,56 @@ static __device__ __forceinline__ void select_largest(Scratch& scratch, unsigned
             int above = inclusive - sum, bin = 0, in_bin = 0, over = 0;
 #pragma unroll
             for (int b = 0; b < 8; ++b) {
-                if (above < missing) bin = 255 - 8 * lane - b, in_bin = held[b], over = above;
-                above += held[b];
+                if (above < missing) bin = 255 - 8 * lane - b, in_bin = in_bins[b], over = above;
+                above += in_bins[b];
             }
-            bin = __shfl_sync(FULL, bin, owner);
+            least |= static_cast<unsigned>(__shfl_sync(FULL, bin, owner)) << shift;
             size = __shfl_sync(FULL, in_bin, owner);
             missing -= __shfl_sync(FULL, over, owner);
-            prefix = prefix << 8 | static_cast<unsigned>(bin);
-        } while (size != missing);
+            known = ~0u << shift;
+            undecided = shift;
+        }
     }
-    Key<Bits>* const keys = reinterpret_cast<Key<Bits>*>(scratch.keys);
-    int placed = 0;
-    for (unsigned base = 0; base < count; base += 32) {
-        const unsigned e = base + lane;
-        const Key<Bits> x = e < count ? key(e) : 0;
-        const bool in = e < count && x >> shift >= prefix;
-        const unsigned votes = __ballot_sync(FULL, in);
-        if (in) keys[placed + __popc(votes & ((1u << lane) - 1))] = x;
-        placed += __popc(votes);
-    }
-    __syncwarp();
-#pragma unroll
-    for (int e = 0; e < lane_keys; ++e) {
-        const unsigned place = 32 * e + lane;
-        mine[e] = place < want ? keys[place] : 0;
-    }
+    const bool has_ties = size != missing;
+    int picked = 0, ties = 0;
+    values.visit([&](unsigned value, int e, bool is_value) {
+        bool is_in = is_value && value >= least;
+        if (has_ties) {
+            const bool is_tie = is_in && (value & known) == least;
+            const unsigned tied = __ballot_sync(FULL, is_tie);
+            is_in = is_in && (!is_tie || ties + __popc(tied & ~1u << lane) < missing);
+            ties += __popc(tied);
+        }
+        const unsigned votes = __ballot_sync(FULL, is_in);
+        if (is_in) pick(picked + __popc(votes & (1u << lane) - 1), e, value);
+        picked += __popc(votes);
+    });
     __syncwarp();
 }
 
-// Sorts the keys of the warp, largest first.
+// Exchanges the keys of places that differ by `mask`, whose first bit is `top`: the lower place keeps the larger key.
+template <class T>
+static __device__ __forceinline__ void exchange(T (&keys)[lane_keys], int mask, int top) {
+    const int lanes = mask % 32, words = mask / 32;
+    T others[lane_keys];
+#pragma unroll
+    for (int e = 0; e < lane_keys; ++e)
+        others[e] = lanes > 0 ? __shfl_xor_sync(FULL, keys[e ^ words], lanes) : keys[e ^ words];
+#pragma unroll
+    for (int e = 0; e < lane_keys; ++e) {
+        const bool is_lower = ((32 * e + threadIdx.x % 32) & top) == 0;
+        if ((keys[e] < others[e]) == is_lower) keys[e] = others[e];
+    }
+}
+
+// Sorts the keys of the warp, largest first: runs that fall are merged, the second one taken backwards.
 template <class T>
 static __device__ __forceinline__ void sort_falling(T (&keys)[lane_keys]) {
-    const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int run = 2; run <= 32 * lane_keys; run *= 2) {
+        exchange(keys, run - 1, run / 2);
 #pragma unroll
-        for (int distance = run / 2; distance > 0; distance /= 2) {
-#pragma unroll
-            for (int e = 0; e < lane_keys; ++e) {
-                const bool falling = ((32 * e + lane) & run) == 0;
-                if (distance >= 32) {
-                    const int other = e | distance / 32;
-                    if (e == other) continue;
-                    const T a = keys[e], b = keys[other];
-                    if ((a < b) == falling) keys[e] = b, keys[other] = a;
-                } else {
-                    const T x = keys[e], other = __shfl_xor_sync(FULL, x, distance);
-                    const bool keeps_larger = ((lane & distance) == 0) == falling;
-                    if ((x < other) == keeps_larger) keys[e] = other;
-                }
-            }
-        }
+        for (int distance = run / 4; distance > 0; distance /= 2) exchange(keys, distance, distance);
     }
 }
 
@@ -252,26 +313,30 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     for (long long row = blockIdx.x * static_cast<long long>(WARPS) + threadIdx.x / 32; row < rows;
          row += gridDim.x * static_cast<long long>(WARPS)) {
         const SCORE* factor = raw + row * row_width();
-        const unsigned char* pair_i = pairs.i;
-        const unsigned char* pair_j = pairs.j;
+        const unsigned short* pair = pairs.pair;
         // Of the stage, place 32 e + lane; best first until the last one.
         float total[lane_keys];
         unsigned slot[lane_keys];
+#pragma unroll 1
         for (int f = 0; f < num_factors; ++f) {
-            const int width = widths[f], m = least(K, width);
+            const Stage stage = stages.stage[f];
+            const int width = stage.width, m = stage.ranks;
             Key<factor_bits> ranks[lane_keys];
-            select_largest<factor_bits>(
-                scratch, width, m,
-                [&](unsigned column) {
-                    return static_cast<Key<factor_bits>>(ordered(factor[column])) << column_bits | column;
-                },
-                ranks);
+            Key<factor_bits>* const columns = reinterpret_cast<Key<factor_bits>*>(scratch.keys);
+            select_largest<widest_factor()>(
+                scratch, width, m, [&](int column) { return ordered(factor[column]); },
+                [&](int n, int column, unsigned value) {
+                    columns[n] = static_cast<Key<factor_bits>>(value) << column_bits | column;
+                });
+#pragma unroll
+            for (int e = 0; e < lane_keys; ++e) ranks[e] = 32 * e + lane < m ? columns[32 * e + lane] : 0;
+            __syncwarp();
             if (num_factors > 1) sort_falling(ranks);
             if (f > 0) {
 #pragma unroll
                 for (int e = 0; e < lane_keys; ++e) {
                     const int place = 32 * e + lane;
-                    if (place < kept(f)) {
+                    if (place < stage.before) {
                         scratch.total[place] = total[e];
                         scratch.slot[place] = slot[e];
                     }
@@ -294,28 +359,30 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
             factor += width;
             if (f == 0) continue;
             __syncwarp();
-            const int count = pairs_of_stage(f), c = kept(f + 1);
+            const int count = stage.pairs, c = stage.kept;
             Key<stage_bits> best[lane_keys];
-            select_largest<stage_bits>(
+            Key<stage_bits>* const sums = reinterpret_cast<Key<stage_bits>*>(scratch.keys);
+            select_largest<most_pairs()>(
                 scratch, count, c,
-                [&](unsigned e) {
-                    const unsigned i = pair_i[e], j = pair_j[e];
-                    const float sum = ptx::add_unflushed(scratch.total[i], scratch.score[j]);
-                    return static_cast<Key<stage_bits>>(ordered(sum)) << 16 | (i + j) << 8 | i;
+                [&](int e) {
+                    const int i = pair[e] & 255, j = pair[e] >> 8;
+                    return ordered(ptx::add_unflushed(scratch.total[i], scratch.score[j]));
                 },
-                best);
+                [&](int n, int e, unsigned value) { sums[n] = static_cast<Key<stage_bits>>(value) << 16 | e; });
+#pragma unroll
+            for (int e = 0; e < lane_keys; ++e) best[e] = 32 * e + lane < c ? sums[32 * e + lane] : 0;
+            __syncwarp();
             if (f + 1 < num_factors) sort_falling(best);
 #pragma unroll
             for (int e = 0; e < lane_keys; ++e) {
                 if (32 * e + lane >= c) continue;
-                const unsigned tie = static_cast<unsigned>(best[e]), i = tie & 255, j = (tie >> 8 & 255) - i;
+                const unsigned chosen = pair[best[e] & 0xffff], i = chosen & 255, j = chosen >> 8;
                 total[e] = ptx::add_unflushed(scratch.total[i], scratch.score[j]);
                 if (rounds_partial_sums && f + 1 < num_factors) total[e] = round_to<SCORE>(total[e]);
                 slot[e] = scratch.slot[i] * width + scratch.column[j];
             }
             __syncwarp();
-            pair_i += count;
-            pair_j += count;
+            pair += count;
         }
         Key<slot_bits> order[lane_keys];
 #pragma unroll

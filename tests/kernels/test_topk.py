@@ -11,6 +11,7 @@ from torch import Tensor
 from sdm_rt.cpu.topk import product_key_topk
 from sdm_rt.plan.device import preset
 from sdm_rt.plan.topk import TopkShape, plan_topk
+from sdm_rt.runtime.sources import find_kernels
 from tests.emulator.harness import Replacement
 from tests.kernels.backends import BACKENDS, Backend, require
 from tests.kernels.topk import SCORE_KINDS, gradient, score_rows, select
@@ -31,6 +32,8 @@ VARIANTS = [
     ((2, 3, 2, 2, 3), 10, torch.float16, 30),
     ((4, 3, 2, 3, 4), 256, torch.bfloat16, 3),
     ((300, 300, 300), 40, torch.float32, 3),  # slots of more than 24 bits
+    ((60, 70), 256, torch.bfloat16, 1),  # more pairs than the lanes hold
+    ((256, 256), 64, torch.bfloat16, 1),
 ]
 
 pytestmark = pytest.mark.parametrize("backend", BACKENDS)
@@ -122,21 +125,26 @@ class TestLaunches:
         ("old", "new"),
         [
             ("<< column_bits | column;", "<< column_bits | (255 - column);"),
-            ("(i + j) << 8 | i", "i << 8 | (i + j)"),
+            ("for (int i = 0; i <= sum; ++i)", "for (int i = sum; i >= 0; --i)"),
             ("(bits & ~sign) > infinity", "(bits & ~sign) > all"),
             ("rounds_partial_sums = IsBf16<SCORE>::value &&", "rounds_partial_sums = false &&"),
-            ("c / (i + 1)); ++j) {", "c / (i + 1) + 1); ++j) {"),
+            ("(i + 1) * (j + 1) <= c", "(i + 1) * (j + 1) < c"),
             ("make_int4(0, 0, 0, 0);\n            __syncwarp();", "make_int4(0, 0, 0, 0);"),
-            ("if (x >> shift >> 8 == prefix)", "if (x >> shift >> 8 >= prefix)"),
+            ("(value & known) == least) atomicAdd", "(value & known) >= least) atomicAdd"),
+            ("tied & ~1u << lane", "tied & (1u << lane) - 1"),
+            ("ties += __popc(tied);", ""),
+            ("differing & ~known) != 0", "differing & ~known) > 255"),
         ],
     )
     def test_seeded_faults_show(self, backend: Backend, old: str, new: str) -> None:
-        factors, k = (3, 4, 5), 8
+        factors, k = (3, 40, 5), 8
         raw = all_kinds(20, sum(factors), torch.bfloat16)
         want = product_key_topk(raw, factors, k)
+        fault = Replacement("topk.cu", old, new)
+        fault.apply((find_kernels() / fault.file).read_text())  # the text is there
 
         def check() -> None:
-            got = select(backend, raw, factors, k, replacements=[Replacement("topk.cu", old, new)])
+            got = select(backend, raw, factors, k, replacements=[fault])
             assert_same_selection(got, want)
 
         with pytest.raises(AssertionError):  # an EmulatorError is one

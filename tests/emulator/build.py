@@ -86,13 +86,13 @@ class Replacement:
     occurrence: int | None = None
 
     def apply(self, text: str) -> str:
-        """Return the changed text; an AssertionError where ``old`` is not found as expected."""
+        """Return the changed text; a ValueError where ``old`` is not found as expected."""
         parts = text.split(self.old)
         found, at = len(parts) - 1, self.occurrence or 0
         expected = "exactly 1" if self.occurrence is None else f"more than {at}"
-        assert found == 1 or (self.occurrence is not None and found > at), (
-            f"{self.file}: {self.old!r} occurs {found} times, expected {expected}"
-        )
+        # No AssertionError: a fault that is not there must not look like one that was caught.
+        if found != 1 and (self.occurrence is None or found <= at):
+            raise ValueError(f"{self.file}: {self.old!r} occurs {found} times, expected {expected}")
         return self.old.join(parts[: at + 1]) + self.new + self.old.join(parts[at + 1 :])
 
 
@@ -189,11 +189,12 @@ def kernel_sources(spec: KernelSpec, replacements: Sequence[Replacement] = ()) -
 
     Raises
     ------
-    AssertionError
+    ValueError
         If the text that a replacement looks for is not there exactly once, or its file is missing.
     """
     for change in replacements:
-        assert any((folder / change.file).exists() for folder in (KERNELS_CU, TEST_KERNELS)), change.file
+        if not any((folder / change.file).exists() for folder in (KERNELS_CU, TEST_KERNELS)):
+            raise ValueError(f"no file {change.file}")
     folder = next(folder for folder in (KERNELS_CU, TEST_KERNELS) if (folder / spec.file).exists())
     files = {spec.file: (folder / spec.file).read_text()}
     pending = [spec.file]

@@ -80,7 +80,7 @@ def test_of_two_builds_at_once_one_waits_for_the_other(
 
 @pytest.mark.parametrize("file", ["block_scam.cu", "walk_wirte.cuh"])
 def test_a_fault_in_a_file_that_is_missing_is_refused(file: str) -> None:
-    with pytest.raises(AssertionError, match=file):
+    with pytest.raises(ValueError, match=file):
         build.kernel_sources(SCAN, [Replacement(file, "a", "b")])
 
 

@@ -59,11 +59,8 @@ def test_blocks_are_those_that_the_kernels_are_written_for() -> None:
     assert launch(plan, "phase1_sort").block == (int(defines(FLAGSHIP, "phase1_sort")["THREADS"]), 1, 1)
     assert launch(plan, "phase1_scan").block == (int(defines(FLAGSHIP, "phase1_scan")["THREADS"]), 1, 1)
     assert launch(plan, "phase1_gram").block == (32 * constant("phase1_gram", "ROWS"), 1, 1)
-    assert launch(plan, "solve").block == (
-        2 * constant("solve", "PANEL") // 2,
-        1,
-        1,
-    )  # X and QX, two columns a thread
+    warps = 2 * (constant("solve", "PANEL") // 2 // 32)  # for X and for QX, two columns a thread
+    assert launch(plan, "solve").block == (32 * warps, 1, 1)
     columns = int(defines(FLAGSHIP, "dual_matmul")["COLUMNS"])
     assert launch(plan, "dual_matmul").block == (constant("dual_matmul", "TILE") // 2 * columns // 2, 1, 1)
     assert launch(plan, "decay_write").block == (constant("decay_write", "THREADS"), 1, 1)
